@@ -13,11 +13,9 @@ use std::{
 use candle_core::Device;
 #[cfg(feature = "nccl")]
 use candle_distributed::mesh::NcclStore;
-#[cfg(any(feature = "mpi", feature = "nccl"))]
-use candle_distributed::types::LaunchEnv;
 use candle_distributed::{
     mesh::{DeviceMesh, DeviceMeshBuilder, init_threads, support::THREAD_VARIABLES},
-    types::{Placement, Rank, WorldSize, human::Printable},
+    types::{LaunchEnv, Placement, Rank, WorldSize, human::Printable},
 };
 use clap::{ValueEnum, value_parser};
 
@@ -36,9 +34,9 @@ pub(crate) struct DeviceArgs {
     /// Number of devices, virtual ones on a CPU [default: 2, or the number of processes]
     #[arg(long, value_name = "N")]
     world_size: Option<u64>,
-    /// Engine that connects the devices
-    #[arg(long, value_enum, default_value_t)]
-    engine: Engine,
+    /// Engine that connects the devices [default: threads]
+    #[arg(long, value_enum)]
+    engine: Option<Engine>,
     /// Kind of device
     #[arg(long, value_enum, default_value_t)]
     device: DeviceArg,
@@ -53,10 +51,9 @@ pub(crate) struct DeviceArgs {
     deadline: Option<u64>,
 }
 
-#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+#[derive(Clone, Copy, Debug, ValueEnum)]
 enum Engine {
     /// One process, one thread per device
-    #[default]
     Threads,
     /// One process per device, all started by `mpirun` or `srun`
     #[cfg(feature = "mpi")]
@@ -147,11 +144,11 @@ impl Place {
 impl DeviceArgs {
     /// Returns `--world-size` and `--device` as the user types them, each after a space, without
     /// unset options.
-    pub(crate) fn typed(&self) -> String {
+    pub(crate) fn option_string(&self) -> String {
         let world_size = self.world_size.map(|world_size| format!(" --world-size {world_size}"));
         let device = match self.device {
             DeviceArg::Cpu => None,
-            other => Some(format!(" --device {}", help::typed(other))),
+            other => Some(format!(" --device {}", help::cli_name(other))),
         };
         world_size.into_iter().chain(device).collect()
     }
@@ -159,7 +156,14 @@ impl DeviceArgs {
     /// Returns the place of this process. The run has `default` devices unless `--world-size` or
     /// the launcher sets the number.
     pub(crate) fn place(&self, default: u64) -> Result<Place> {
-        match self.engine {
+        let engine = match self.engine {
+            Some(engine) => engine,
+            None => {
+                refuse_launcher()?;
+                Engine::Threads
+            }
+        };
+        match engine {
             Engine::Threads => {
                 let world_size = WorldSize::new(self.world_size.unwrap_or(default))?;
                 let placement = Placement::new(0, world_size.as_u64())?;
@@ -216,7 +220,7 @@ impl DeviceArgs {
         }
         let mesh = self.open(builder)?;
         let outcome = place.agrees_with(&mesh).and_then(|()| job(&mesh));
-        if outcome.as_ref().is_err_and(|error| !error.is_of_all()) {
+        if outcome.as_ref().is_err_and(|error| !error.ends_all_processes()) {
             // Only this process may have failed. Dropping the last mesh of a process waits until
             // the other processes drop theirs, and they may be waiting for this process in a
             // collective, which would be a deadlock. Without the drop, this process exits and the
@@ -228,7 +232,7 @@ impl DeviceArgs {
 
     fn open(&self, builder: DeviceMeshBuilder) -> Result<DeviceMesh> {
         #[cfg(feature = "mpi")]
-        if let Engine::Mpi = self.engine {
+        if let Some(Engine::Mpi) = self.engine {
             let device = match self.device {
                 DeviceArg::Cpu => Device::Cpu,
                 DeviceArg::Cuda | DeviceArg::Metal => {
@@ -238,7 +242,7 @@ impl DeviceArgs {
             return Ok(builder.mpi(device)?);
         }
         #[cfg(feature = "nccl")]
-        if let Engine::Nccl = self.engine {
+        if let Some(Engine::Nccl) = self.engine {
             return self.open_nccl(builder);
         }
         Ok(match self.device {
@@ -263,6 +267,25 @@ impl DeviceArgs {
         let store =
             self.store.clone().ok_or_else(|| Error::usage("--engine nccl needs a --store"))?;
         Ok(builder.nccl(launched.placement(), local.as_usize(), &NcclStore::File(store))?)
+    }
+}
+
+/// Refuses a launcher that started several processes: each of them would do the whole work.
+fn refuse_launcher() -> Result<()> {
+    match LaunchEnv::from_env() {
+        Ok(Some(launched)) if launched.placement().world_size() > WorldSize::ONE => {
+            let processes = launched.placement().world_size();
+            let fault = format!(
+                "a launcher started {processes} processes, but without --engine each of them works \
+                 alone"
+            );
+            Err(Error::usage(fault).hinted(
+                "connect them with --engine mpi or --engine nccl of a build with these features, or \
+                 type --engine threads",
+            ))
+        }
+        // The variables of another program may be no launcher's.
+        _ => Ok(()),
     }
 }
 

@@ -47,7 +47,7 @@ pub(crate) enum ErrorKind {
     /// An error of training other than mesh and plan errors.
     #[error(transparent)]
     Training(train::Error),
-    #[error("{}", in_options(.0))]
+    #[error("{}", option_message(.0))]
     Finetune(finetune::Error),
     /// An invalid argument or input that only this program checks.
     #[error("{0}")]
@@ -69,10 +69,10 @@ pub(crate) enum ErrorKind {
     Stopped { done: u64, steps: u64 },
     /// The error of another process, reported by the first process.
     #[error("rank 0 reports the cause")]
-    SaidByFirst {
+    ReportedByFirst {
         exit_code: u8,
         /// Whether every process ends with this error after the same step.
-        is_of_all: bool,
+        ends_all_processes: bool,
     },
     /// The run needs more memory than this process may use.
     #[error(
@@ -89,7 +89,7 @@ pub(crate) enum ErrorKind {
     #[error("cannot draw the chart")]
     Chart(#[from] DrawingAreaErrorKind<io::Error>),
     #[error("the computation failed")]
-    Train(#[from] candle_core::Error),
+    Tensor(#[from] candle_core::Error),
 }
 
 /// The exit code for bad arguments or input.
@@ -144,25 +144,25 @@ impl Error {
         Self { kind: Box::new(kind), advice: self.advice }
     }
 
-    /// Adds advice, which replaces the advice for the kind of error.
-    pub(crate) fn hinted(self, advice: impl Into<Cow<'static, str>>) -> Self {
+    /// Adds a hint, which replaces the hint for the kind of error.
+    pub(crate) fn with_hint(self, advice: impl Into<Cow<'static, str>>) -> Self {
         Self { advice: Some(advice.into()), ..self }
     }
 
     /// Returns true if every process of a run ends with this error after the same step.
-    pub(crate) fn is_of_all(&self) -> bool {
+    pub(crate) fn ends_all_processes(&self) -> bool {
         matches!(
             *self.kind,
             ErrorKind::Stopped { .. }
                 | ErrorKind::Finetune(finetune::Error::Run(RunError::Diverged { .. }))
-                | ErrorKind::SaidByFirst { is_of_all: true, .. }
+                | ErrorKind::ReportedByFirst { ends_all_processes: true, .. }
         )
     }
 
     pub(crate) fn exit_code(&self) -> u8 {
         match &*self.kind {
             ErrorKind::Stopped { .. } => INTERRUPTED,
-            ErrorKind::SaidByFirst { exit_code, .. } => *exit_code,
+            ErrorKind::ReportedByFirst { exit_code, .. } => *exit_code,
             ErrorKind::Mesh(error) if is_bad_input(error) => BAD_INPUT,
             ErrorKind::Training(error) if is_bad_setting_or_file(error) => BAD_INPUT,
             ErrorKind::Mesh(_)
@@ -174,7 +174,7 @@ impl Error {
             | ErrorKind::Finetune(
                 finetune::Error::Write { .. } | finetune::Error::Run(RunError::Diverged { .. }),
             )
-            | ErrorKind::Train(_) => FAILURE,
+            | ErrorKind::Tensor(_) => FAILURE,
             ErrorKind::Types(_)
             | ErrorKind::Launch(_)
             | ErrorKind::Sampler(_)
@@ -217,7 +217,7 @@ impl From<finetune::Error> for ErrorKind {
             Batch(error) => Self::Batch(error),
             Plan(error) => Self::Plan(error),
             Train(error) => (*error).into(),
-            Tensor(error) => Self::Train(error),
+            Tensor(error) => Self::Tensor(error),
             error => Self::Finetune(error),
         }
     }
@@ -241,8 +241,8 @@ impl fmt::Display for Error {
     }
 }
 
-/// Returns the message of an error, which names options as they are typed.
-fn in_options(error: &finetune::Error) -> String {
+/// Returns the message of an error. It names settings by their options.
+fn option_message(error: &finetune::Error) -> String {
     let finetune::Error::Spec(error) = error else { return error.to_string() };
     match error {
         SpecError::Setting { name, value, expected } => {
@@ -261,13 +261,13 @@ fn in_options(error: &finetune::Error) -> String {
             let path = Printable(path.display());
             format!("--{name} {path} is not UTF-8, and run.json cannot name it")
         }
-        SpecError::NoData => "--model needs --data, the texts to learn from".into(),
+        SpecError::NoData => "--model needs --data, the training texts".into(),
         SpecError::UnevenHeads { hidden, n_heads } => {
             format!("--hidden {hidden} does not split evenly over --n-heads {n_heads}")
         }
         SpecError::ClippedInBackward { max_grad_norm } => format!(
             "--optimizer-in-backward cannot be used with --max-grad-norm {max_grad_norm}: the norm \
-             of all gradients is known after the backward pass"
+             of all gradients is only known after the backward pass"
         ),
         error => error.to_string(),
     }
@@ -308,6 +308,6 @@ pub(crate) trait WithHint {
 
 impl<T> WithHint for Result<T> {
     fn with_hint(self, hint: &'static str) -> Self {
-        self.map_err(|error| error.hinted(hint))
+        self.map_err(|error| error.with_hint(hint))
     }
 }

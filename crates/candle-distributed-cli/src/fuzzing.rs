@@ -18,10 +18,10 @@ const PARAGRAPHS: &str = "to be or\n\nnot to be\n\nthat is\n\n";
 /// Reads the folder of a run with these files, as `report` and `train --resume` do.
 pub fn run(run_json: &[u8], metrics: &[u8]) {
     // Random files are usually rejected: only a panic is a bug.
-    let _ = outcome(run_json, metrics);
+    let _ = read_run(run_json, metrics);
 }
 
-fn outcome(run_json: &[u8], metrics: &[u8]) -> Result<()> {
+fn read_run(run_json: &[u8], metrics: &[u8]) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let run = folder.path().join("run");
     let text = folder.path().join(TEXT);
@@ -30,13 +30,13 @@ fn outcome(run_json: &[u8], metrics: &[u8]) -> Result<()> {
     fs::write(run.join("run.json"), with_text_path(run_json, &text))?;
     fs::write(run.join("metrics.jsonl"), metrics)?;
     // The settings may name any file of this machine, which a fuzz target must not read.
-    let known = Spec::read(&run)?;
-    if known.is_some_and(|known| known.data.is_some_and(|data| data != text)) {
+    let spec = Spec::read(&run)?;
+    if spec.is_some_and(|spec| spec.data.is_some_and(|data| data != text)) {
         return Ok(());
     }
     let args = TrainLine::parse_from(["--resume".as_ref(), "--out".as_ref(), run.as_os_str()]);
     let page = report::page(&run).map(drop);
-    page.and(train::start(&args.train))
+    page.and(train::prepare(&args.train))
 }
 
 /// Returns the settings with the name of the text replaced by its path.
@@ -90,8 +90,8 @@ mod tests {
     fn only_valid_runs_are_read() {
         let run_json = serde_json::to_vec(&description()).unwrap();
         let metrics = line(0, "1", 1.0);
-        outcome(&run_json, metrics.as_bytes()).unwrap();
-        assert!(outcome(b"{}", metrics.as_bytes()).is_err());
+        read_run(&run_json, metrics.as_bytes()).unwrap();
+        assert!(read_run(b"{}", metrics.as_bytes()).is_err());
         run(b"", b"");
     }
 }

@@ -1,4 +1,4 @@
-//! Help texts: example sections, and option values as the user types them.
+//! Texts about options: example sections of help pages, and the names of option values.
 
 use clap::ValueEnum;
 
@@ -14,10 +14,13 @@ macro_rules! examples {
 
 pub(crate) use examples;
 
-/// Returns an option's value as the user types it.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
-#[expect(clippy::needless_pass_by_value, reason = "it is a word")]
-pub(crate) fn typed(value: impl ValueEnum) -> String {
-    let value = value.to_possible_value().expect("no value is hidden from the command line");
-    value.get_name().to_owned()
+/// Returns the name of an option's value on the command line.
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "values are small, and `Option::map` takes a function of values"
+)]
+pub(crate) fn cli_name(value: impl ValueEnum) -> String {
+    let possible = value.to_possible_value().expect("no value is hidden from the command line");
+    possible.get_name().to_owned()
 }

@@ -32,7 +32,7 @@ const EXAMPLE_LINES: &str = "\
 const WHOLE_JSON: &str = "\
     write one example per line into a .jsonl file, as `jq -c '.[]'` does with a list; keep files that \
     describe a data set outside its folder";
-const MIXED: &str = "\
+const MIXED_KINDS: &str = "\
     all lines of a file must be of one kind: move the other lines to a separate file; a folder may \
     have files of several kinds";
 const OVERLONG: &str = "\
@@ -51,13 +51,14 @@ const OTHER_FORMAT: &str = "\
     `AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)` writes them";
 const NO_WEIGHTS: &str = "\
     --init SEED of train makes random ones; otherwise the folder needs all files of its model";
-const NOT_WHOLE: &str = "the folder is damaged: copy or download it again, with all of its files";
+const DAMAGED_FOLDER: &str =
+    "the folder is damaged: copy or download it again, with all of its files";
 const CHAT_TEMPLATE: &str = "\
     the template sets the allowed order of roles: change the messages, or the template";
 const NO_TOKENIZER: &str = "\
     in Python, `AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)` converts the files of \
     an older tokenizer";
-const OTHER_VOCABULARY: &str = "\
+const VOCABULARY_MISMATCH: &str = "\
     the tokenizer belongs to another model, or the model's embedding was not enlarged for its new \
     tokens: `resize_token_embeddings` of transformers does that";
 const NO_END: &str = "\
@@ -68,26 +69,26 @@ const NO_CHAT_TEMPLATE: &str = "\
 const REWRITES: &str = "\
     the tokens of an answer cannot be located then: give {\"prompt\", \"completion\"} instead of \
     messages, or use a template that only appends";
-const NOT_ITS_WEIGHTS: &str = "\
+const WEIGHTS_MISMATCH: &str = "\
     config.json and the weights must belong to one model: take both from the same folder";
 const LONG_PROMPT: &str = "this is the model's limit: give a shorter text";
 const ADAPTER: &str = "\
     candle-distributed generate FOLDER --adapter DIR takes the model from one folder and the adapters \
     from another";
-const NOT_ITS_ADAPTERS: &str = "\
+const ADAPTER_MISMATCH: &str = "\
     adapters are of one model: base_model_name_or_path in adapter_config.json names it";
 const UNFINISHED: &str = "\
     candle-distributed train --out DIR --resume ends it; with --validation, the folder best holds the \
     best model so far";
 const OCCUPIED: &str = "resume that run with --resume, or choose another folder";
-const OTHER_MODEL: &str = "\
+const MODEL_MISMATCH: &str = "\
     give --model the original folder, unchanged, or start a new run in another folder";
 const PACKED_ROWS: &str = "a smaller --batch-size or --max-tokens makes steps of fewer rows";
 const MODEL_OPTION: &str = "--model FOLDER names the model to fine-tune, or a run that has ended";
 const LORA_ON: &str = "\
     --lora-on takes names of linear layers, in full or only their last parts: \
     q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj";
-const OTHER_VALUE: &str = "another value needs a new run, in another folder";
+const RESUME_MISMATCH: &str = "another value needs a new run, in another folder";
 const SPLIT: &str = "--validation takes the fraction of the examples to hold out";
 const SMALL_VALIDATION: &str = "\
     a larger --validation holds out more; a smaller --batch-size or --max-tokens makes smaller steps";
@@ -98,7 +99,7 @@ pub(crate) const RUN: &str = "\
 const TEXT: &str = "the text has changed: start a new run in another folder";
 pub(crate) const SAME_RUN: &str = "\
     every process needs the same arguments, the same text and the same run folder";
-const OTHER_RUN: &str = "\
+const RUN_MISMATCH: &str = "\
     remove the checkpoint that does not belong here, or give --out the folder it belongs to";
 pub(crate) const UNREADABLE: &str = "\
     the checkpoint may be intact, so no older one replaces it: make it readable, or move its folder \
@@ -109,14 +110,15 @@ const SHARED: &str = "\
     --out must name a folder that all processes share, such as one of a network file system";
 const WENT_ON: &str = "\
     another process has just trained this run: the same command resumes it from its new state";
-const NONE_LEFT: &str = "restore one of these checkpoints, or start a new run in another folder";
+const NO_CHECKPOINT_LEFT: &str =
+    "restore one of these checkpoints, or start a new run in another folder";
 const LOCKED: &str = "\
     two processes would corrupt the run: end the other process, or wait until it ends";
 const MEMORY: &str = "\
     --strategy full keeps one shard of the model on each device instead of all of it; a smaller \
     --world-size needs less memory in one process, a smaller --max-tokens or --batch-size and a \
     shorter --context in a step; --memory-limit overrides the limit of the system";
-pub(crate) const MEMORY_OF_PARTS: &str = "\
+pub(crate) const MEMORY_OF_SHARDED: &str = "\
     with more processes, --keep inputs, a smaller model or a shorter --context, each process needs \
     less memory; --memory-limit overrides the limit of the system";
 pub(crate) const WRITE_LATER: &str = "\
@@ -137,7 +139,7 @@ pub(crate) const STATE: &str = "candle-distributed sample … --save-state FILE 
 pub(crate) const BATCH_STATE: &str = "candle-distributed batch … --save-state FILE writes a state";
 
 /// Quotes a word of a command, such as a path, for a shell.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 pub(crate) fn in_shell(word: impl fmt::Display) -> String {
     let word = word.to_string();
     shlex::try_quote(&word).expect("arguments contain no NUL bytes").into_owned()
@@ -158,7 +160,7 @@ pub(crate) fn for_arguments(fault: &clap::Error) -> Option<Cow<'static, str>> {
 /// Returns advice about the value of an option that takes a whole number.
 fn for_whole_number(fault: &clap::Error) -> Option<Cow<'static, str>> {
     /// All whole numbers below this limit are exact in an `f64`.
-    const EXACT: f64 = (1_u64 << f64::MANTISSA_DIGITS) as f64;
+    const EXACT_LIMIT: f64 = (1_u64 << f64::MANTISSA_DIGITS) as f64;
 
     let context = |kind| fault.get(kind).map(ToString::to_string);
     let argument = context(ContextKind::InvalidArg)?;
@@ -176,7 +178,7 @@ fn for_whole_number(fault: &clap::Error) -> Option<Cow<'static, str>> {
         return Some(Cow::from(NOT_NEGATIVE));
     }
     let option = argument.split(' ').next()?;
-    let is_whole = number.fract() == 0.0 && number < EXACT;
+    let is_whole = number.fract() == 0.0 && number < EXACT_LIMIT;
     is_whole.then(|| format!("write all digits and nothing else: {option} {number:.0}").into())
 }
 
@@ -212,11 +214,11 @@ fn for_kind(kind: &ErrorKind) -> Option<Cow<'static, str>> {
         | ErrorKind::Read { .. }
         | ErrorKind::Json { .. }
         | ErrorKind::Stopped { .. }
-        | ErrorKind::SaidByFirst { .. }
+        | ErrorKind::ReportedByFirst { .. }
         | ErrorKind::Write { .. }
         | ErrorKind::Output(_)
         | ErrorKind::Chart(_)
-        | ErrorKind::Train(_) => None,
+        | ErrorKind::Tensor(_) => None,
     }
 }
 
@@ -301,7 +303,9 @@ fn plan(error: &plan::Error) -> Option<&'static str> {
 fn training(error: &train::Error) -> Option<&'static str> {
     match error {
         train::Error::Gradient(_) => Some(GRADIENT),
-        train::Error::Checkpoint(CheckpointError::NoUsableCheckpoint { .. }) => Some(NONE_LEFT),
+        train::Error::Checkpoint(CheckpointError::NoUsableCheckpoint { .. }) => {
+            Some(NO_CHECKPOINT_LEFT)
+        }
         train::Error::Checkpoint(CheckpointError::Locked { .. }) => Some(LOCKED),
         _ => None,
     }
@@ -328,11 +332,11 @@ fn folder(error: &FolderError) -> Option<&'static str> {
         FolderError::OtherFormat { .. } => OTHER_FORMAT,
         FolderError::NoWeights { .. } => NO_WEIGHTS,
         FolderError::AdaptersAlone { .. } | FolderError::Adapters { .. } => ADAPTER,
-        FolderError::AdapterMismatch { .. } => NOT_ITS_ADAPTERS,
-        FolderError::TensorMismatch { .. } => NOT_ITS_WEIGHTS,
+        FolderError::AdapterMismatch { .. } => ADAPTER_MISMATCH,
+        FolderError::TensorMismatch { .. } => WEIGHTS_MISMATCH,
         FolderError::Weights(error) => match **error {
-            CheckpointError::Parameter(_) => NOT_ITS_WEIGHTS,
-            _ => NOT_WHOLE,
+            CheckpointError::Parameter(_) => WEIGHTS_MISMATCH,
+            _ => DAMAGED_FOLDER,
         },
         _ => return None,
     })
@@ -341,8 +345,8 @@ fn folder(error: &FolderError) -> Option<&'static str> {
 fn tokenizer(error: &TokenizerError) -> Option<&'static str> {
     Some(match error {
         TokenizerError::Missing { .. } => NO_TOKENIZER,
-        TokenizerError::Broken { .. } | TokenizerError::Template { .. } => NOT_WHOLE,
-        TokenizerError::VocabularyMismatch { .. } => OTHER_VOCABULARY,
+        TokenizerError::Broken { .. } | TokenizerError::Template { .. } => DAMAGED_FOLDER,
+        TokenizerError::VocabularyMismatch { .. } => VOCABULARY_MISMATCH,
         TokenizerError::NoEnd { .. } => NO_END,
         TokenizerError::NoByteEnd { .. } => HF_FOLDER,
         TokenizerError::NoChatTemplate { .. } => NO_CHAT_TEMPLATE,
@@ -355,7 +359,7 @@ fn tokenizer(error: &TokenizerError) -> Option<&'static str> {
 fn example(error: &ExampleError) -> Option<&'static str> {
     Some(match error {
         ExampleError::Line { .. } | ExampleError::NotUtf8 { .. } => EXAMPLE_LINES,
-        ExampleError::KindMismatch { .. } => MIXED,
+        ExampleError::KindMismatch { .. } => MIXED_KINDS,
         ExampleError::WholeJson { .. } => WHOLE_JSON,
         ExampleError::Overlong { .. } => OVERLONG,
         ExampleError::NoAnswer { .. } | ExampleError::NoTarget { .. } => NO_TARGET,
@@ -369,7 +373,7 @@ fn spec(error: &SpecError) -> Option<&'static str> {
     match error {
         SpecError::AdaptersAlone { .. } => Some(MODEL_OPTION),
         SpecError::UnknownLayer { .. } => Some(LORA_ON),
-        SpecError::ResumeMismatch { .. } => Some(OTHER_VALUE),
+        SpecError::ResumeMismatch { .. } => Some(RESUME_MISMATCH),
         SpecError::NoData => Some(EXAMPLE_LINES),
         SpecError::Setting { name: "max_tokens", .. } => Some(MAX_TOKENS),
         _ => None,
@@ -378,8 +382,8 @@ fn spec(error: &SpecError) -> Option<&'static str> {
 
 fn finetune_run(error: &RunError) -> Option<&'static str> {
     match error {
-        RunError::ModelMismatch { .. } => Some(OTHER_MODEL),
-        RunError::CheckpointAhead { .. } => Some(OTHER_RUN),
+        RunError::ModelMismatch { .. } => Some(MODEL_MISMATCH),
+        RunError::CheckpointAhead { .. } => Some(RUN_MISMATCH),
         RunError::NotEnded { .. } => Some(UNFINISHED),
         RunError::Base { .. } => Some(ADAPTER),
         RunError::Occupied { .. } => Some(OCCUPIED),

@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 
 use crate::error::{Error, Result};
 
-/// The size limit of input that is read into memory. No real list is longer, so longer input comes
+/// The size limit of input that is read into memory. No real list is longer: longer input is probably
 /// from an endless device.
 const MAX_BYTES: u64 = 1 << 30;
 
@@ -34,8 +34,8 @@ pub(crate) fn read_text(source: impl Read, path: &Path) -> Result<String> {
 /// Reads all bytes of `source`. Errors name `path`.
 pub(crate) fn read_bytes(source: impl Read, path: &Path) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    let read = source.take(MAX_BYTES + 1).read_to_end(&mut bytes);
-    read.map_err(|source| Error::read(path, source))?;
+    let outcome = source.take(MAX_BYTES + 1).read_to_end(&mut bytes);
+    outcome.map_err(|source| Error::read(path, source))?;
     if bytes.len() as u64 > MAX_BYTES {
         return Err(Error::usage(format!("{} is longer than {MAX_BYTES} bytes", path.display())));
     }
@@ -49,8 +49,8 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path, what: &'static str) ->
 
 /// Quotes `text` for an error message, shortened to one line.
 pub(crate) fn excerpt(text: &str) -> String {
-    const SHOWN_CHARS: usize = 40;
-    let shown: String = text.chars().take(SHOWN_CHARS).collect();
-    let more = if shown.len() < text.len() { "…" } else { "" };
-    format!("{shown:?}{more}")
+    const MAX_CHARS: usize = 40;
+    let beginning: String = text.chars().take(MAX_CHARS).collect();
+    let ellipsis = if beginning.len() < text.len() { "…" } else { "" };
+    format!("{beginning:?}{ellipsis}")
 }

@@ -80,12 +80,12 @@ pub fn main() -> ExitCode {
             return ExitCode::from(error::BAD_INPUT);
         }
         // Requested help or version output is a result.
-        Err(page) => output::printed(page.print()),
+        Err(page) => output::check_printed(page.print()),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            if !matches!(*error.kind, ErrorKind::SaidByFirst { .. }) {
+            if !matches!(*error.kind, ErrorKind::ReportedByFirst { .. }) {
                 output::error(&error);
             }
             ExitCode::from(error.exit_code())

@@ -29,7 +29,7 @@ pub(crate) struct LogArgs {
 
 impl LogArgs {
     /// Installs the log subscriber. Call it once.
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     pub(crate) fn start(&self) {
         let subscriber = tracing_subscriber::fmt()
             .with_env_filter(self.filter())

@@ -32,12 +32,20 @@ const BUFFER_BYTES: usize = 1 << 16;
 /// Writes a result as text.
 pub(crate) fn text(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, io::stdout().lock());
-    let written = write(&mut out).and_then(|()| out.flush());
-    if written.is_err() {
+    let outcome = write(&mut out).and_then(|()| out.flush());
+    if outcome.is_err() {
         // Dropping the buffer would try to write the rest again.
         drop(out.into_parts());
     }
-    printed(written)
+    check_printed(outcome)
+}
+
+/// Writes the text of a model. In a terminal its control characters are escaped: they could move
+/// the cursor, change colors or send keys.
+pub(crate) fn model_text(text: &str) -> Result<()> {
+    let is_terminal = io::stdout().is_terminal();
+    let escaped = is_terminal.then(|| printable(text));
+    self::text(|out| writeln!(out, "{}", escaped.as_deref().unwrap_or(text)))
 }
 
 /// Writes a result as one JSON object.
@@ -52,22 +60,22 @@ pub(crate) fn json(value: &impl Serialize) -> Result<()> {
 pub(crate) struct JsonLines {
     out: BufWriter<StdoutLock<'static>>,
     is_live: bool,
-    /// The first error of a write, if any.
-    written: io::Result<()>,
+    /// The outcome of the last write. After an error, no further line is written.
+    outcome: io::Result<()>,
 }
 
 impl JsonLines {
-    /// Makes a writer. If the input `is_live`, each line is flushed at once: the reader of a line
-    /// may be the program that writes the input of the next, so buffering could be a deadlock.
+    /// Makes a writer. If the input `is_live`, each line is flushed at once: the program that reads a
+    /// line may be the one that writes the input of the next line, so buffering could be a deadlock.
     pub(crate) fn new(is_live: bool) -> Self {
         let out = BufWriter::with_capacity(BUFFER_BYTES, io::stdout().lock());
-        Self { out, is_live, written: Ok(()) }
+        Self { out, is_live, outcome: Ok(()) }
     }
 
     /// Prints a line, and returns `Break` if it cannot be written.
     pub(crate) fn print(&mut self, value: &impl Serialize) -> ControlFlow<()> {
-        self.written = self.write(value);
-        if self.written.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+        self.outcome = self.write(value);
+        if self.outcome.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     }
 
     fn write(&mut self, value: &impl Serialize) -> io::Result<()> {
@@ -78,12 +86,12 @@ impl JsonLines {
 
     /// Flushes the buffered lines.
     pub(crate) fn finish(mut self) -> Result<()> {
-        let written = self.written.and_then(|()| self.out.flush());
-        if written.is_err() {
+        let outcome = self.outcome.and_then(|()| self.out.flush());
+        if outcome.is_err() {
             // Dropping the buffer would try to write the rest again.
             drop(self.out.into_parts());
         }
-        printed(written)
+        check_printed(outcome)
     }
 }
 
@@ -91,23 +99,25 @@ impl JsonLines {
 pub(crate) fn bytes(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
     if io::stdout().is_terminal() {
         let error = Error::usage("this --format is binary, and standard output is a terminal");
-        return Err(error.hinted("send it to a file or another program: … > FILE, or … | PROGRAM"));
+        return Err(
+            error.with_hint("send it to a file or another program: … > FILE, or … | PROGRAM")
+        );
     }
-    widen(&io::stdout());
+    enlarge_pipe(&io::stdout());
     text(write)
 }
 
-/// Enlarges a pipe from 64 KiB to 1 MiB: its two ends switch less often, and ten million numbers
-/// arrive in half the time. Does nothing if `out` is not a pipe or the system refuses.
+/// Enlarges a pipe from 64 KiB to 1 MiB. Writer and reader then wait for each other less often, and ten
+/// million numbers arrive in half the time. Does nothing if `out` is not a pipe or the system refuses.
 #[cfg(target_os = "linux")]
-fn widen(out: &impl std::os::fd::AsFd) {
+fn enlarge_pipe(out: &impl std::os::fd::AsFd) {
     /// The default limit of Linux for unprivileged users.
     const PIPE_BYTES: usize = 1 << 20;
     let _ = rustix::pipe::fcntl_setpipe_size(out, PIPE_BYTES);
 }
 
 #[cfg(not(target_os = "linux"))]
-fn widen(_: &io::Stdout) {}
+fn enlarge_pipe(_: &io::Stdout) {}
 
 /// Writes `value` as JSON to the file, pipe or device at `path`.
 pub(crate) fn json_file(path: &Path, value: &impl Serialize) -> Result<()> {
@@ -127,7 +137,7 @@ pub(crate) fn file(path: &Path, content: &[u8]) -> Result<()> {
 
 fn write(path: &Path, content: &[u8]) -> io::Result<()> {
     let stream = match fs::metadata(path) {
-        Ok(known) => standard_stream(&known)?,
+        Ok(metadata) => standard_stream(&metadata)?,
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(error) => return Err(error),
     };
@@ -137,18 +147,18 @@ fn write(path: &Path, content: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Returns standard output or standard error if `known` describes it.
+/// Returns standard output or standard error if `metadata` describes it.
 ///
 /// Such a stream may be a file, as in `--out /dev/stdout > page.html`. Replacing the file would
 /// disconnect all other writers of the stream.
 #[cfg(unix)]
-fn standard_stream(known: &Metadata) -> io::Result<Option<File>> {
+fn standard_stream(metadata: &Metadata) -> io::Result<Option<File>> {
     use std::os::{fd::AsFd, unix::fs::MetadataExt};
 
     for stream in [io::stdout().as_fd(), io::stderr().as_fd()] {
         let stream = File::from(stream.try_clone_to_owned()?);
-        let found = stream.metadata()?;
-        if (found.dev(), found.ino()) == (known.dev(), known.ino()) {
+        let own = stream.metadata()?;
+        if (own.dev(), own.ino()) == (metadata.dev(), metadata.ino()) {
             return Ok(Some(stream));
         }
     }
@@ -161,23 +171,23 @@ fn standard_stream(_: &Metadata) -> io::Result<Option<File>> {
 }
 
 /// Returns a progress bar of `n_steps`, drawn if stderr is a terminal.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 pub(crate) fn progress(n_steps: u64, template: &'static str) -> ProgressBar {
     let style = ProgressStyle::with_template(template).expect("templates are literals");
     ProgressBar::new(n_steps).with_style(style)
 }
 
 /// Converts the outcome of a write to stdout. A closed pipe, as with `head`, is not an error.
-pub(crate) fn printed(written: io::Result<()>) -> Result<()> {
-    match written {
+pub(crate) fn check_printed(outcome: io::Result<()>) -> Result<()> {
+    match outcome {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        written => Ok(written?),
+        outcome => Ok(outcome?),
     }
 }
 
 /// Prints an error and its hint.
 pub(crate) fn error(error: &Error) {
-    labelled(Styles::styled().get_error(), "error", error.chain());
+    print_labelled(Styles::styled().get_error(), "error", error.chain());
     if let Some(advice) = error.hint() {
         hint(advice);
     }
@@ -185,16 +195,16 @@ pub(crate) fn error(error: &Error) {
 
 /// Prints a warning about a problem that did not fail the command.
 pub(crate) fn warning(text: impl fmt::Display) {
-    labelled(Styles::styled().get_invalid(), "warning", text);
+    print_labelled(Styles::styled().get_invalid(), "warning", text);
 }
 
-/// Prints advice, about an error or not.
+/// Prints advice, for example after an error.
 pub(crate) fn hint(advice: impl fmt::Display) {
-    labelled(Styles::styled().get_valid(), "hint", advice);
+    print_labelled(Styles::styled().get_valid(), "hint", advice);
 }
 
 /// Prints a text after its label.
-fn labelled(style: &Style, label: &str, text: impl fmt::Display) {
+fn print_labelled(style: &Style, label: &str, text: impl fmt::Display) {
     let text = printable(&text.to_string());
     message(|out| writeln!(out, "{style}{label}:{style:#} {text}"));
 }

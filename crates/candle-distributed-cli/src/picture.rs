@@ -14,7 +14,7 @@ use plotters::{
 use crate::error::Result;
 
 /// The result of drawing.
-pub(crate) type Drawn<T = ()> = Result<T, DrawingAreaErrorKind<io::Error>>;
+pub(crate) type DrawResult<T = ()> = Result<T, DrawingAreaErrorKind<io::Error>>;
 /// An area of a picture, with coordinates in pixels.
 pub(crate) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
@@ -53,8 +53,8 @@ pub(crate) const OPTIMIZER: RGBColor = RGBColor(247, 190, 150);
 pub(crate) const GATHERED: RGBColor = RGBColor(160, 140, 196);
 pub(crate) const ACTIVATIONS: RGBColor = RGBColor(204, 226, 203);
 
-/// Colors that change in dark mode. Block colors stay the same.
-const IN_THE_DARK: [(RGBColor, RGBColor); 6] = [
+/// Colors that change in dark mode, with the colors that replace them. Block colors stay the same.
+const DARK_MODE: [(RGBColor, RGBColor); 6] = [
     (INK, RGBColor(225, 228, 234)),
     (FAINT, RGBColor(158, 165, 178)),
     (GRID, RGBColor(49, 54, 64)),
@@ -64,7 +64,7 @@ const IN_THE_DARK: [(RGBColor, RGBColor); 6] = [
 ];
 
 /// The background in dark mode.
-const DARK_PAPER: RGBColor = RGBColor(24, 27, 33);
+const DARK_BACKGROUND: RGBColor = RGBColor(24, 27, 33);
 
 /// CSS rules for dark mode.
 ///
@@ -74,9 +74,9 @@ pub(crate) static STYLE: LazyLock<String> = LazyLock::new(|| {
     let mut style = format!(
         "@media screen and (prefers-color-scheme: dark) {{\nsvg rect[fill=\"{}\"] {{ fill: {} }}\n",
         hex(WHITE),
-        hex(DARK_PAPER)
+        hex(DARK_BACKGROUND)
     );
-    for (light, dark) in IN_THE_DARK.map(|(light, dark)| (hex(light), hex(dark))) {
+    for (light, dark) in DARK_MODE.map(|(light, dark)| (hex(light), hex(dark))) {
         for attribute in ["fill", "stroke"] {
             // Writing to a string cannot fail.
             let _ = writeln!(style, "svg [{attribute}=\"{light}\"] {{ {attribute}: {dark} }}");
@@ -86,7 +86,10 @@ pub(crate) static STYLE: LazyLock<String> = LazyLock::new(|| {
 });
 
 /// Draws an SVG document of this size in pixels.
-pub(crate) fn document(size: (u32, u32), draw: impl FnOnce(Area<'_>) -> Drawn) -> Result<String> {
+pub(crate) fn document(
+    size: (u32, u32),
+    draw: impl FnOnce(Area<'_>) -> DrawResult,
+) -> Result<String> {
     let mut document = String::new();
     let area = SVGBackend::with_string(&mut document, size).into_drawing_area();
     area.fill(&WHITE)?;
@@ -113,7 +116,12 @@ fn hex(RGBColor(red, green, blue): RGBColor) -> String {
 }
 
 /// Draws the title of a picture, with its figures below.
-pub(crate) fn heading(area: &Area<'_>, title: &str, figures: &str, color: RGBColor) -> Drawn {
+pub(crate) fn draw_heading(
+    area: &Area<'_>,
+    title: &str,
+    figures: &str,
+    color: RGBColor,
+) -> DrawResult {
     let (width, _) = area.dim_in_pixel();
     // Shrink a long title to fit on one line: a bold character is about half as wide as high.
     let size = (1.9 * f64::from(width) / title.chars().count().max(1) as f64).min(21.0);
@@ -132,11 +140,11 @@ pub(crate) enum Mark {
 }
 
 /// Draws a legend line that begins at a point.
-pub(crate) fn legend(
+pub(crate) fn draw_legend(
     area: &Area<'_>,
     (mut x, y): (i32, i32),
     entries: &[(Mark, RGBColor, &str)],
-) -> Drawn {
+) -> DrawResult {
     for &(mark, color, name) in entries {
         draw_symbol(area, mark, color, (x, y))?;
         let style = TextStyle::from((FONT, TEXT)).color(&INK).pos(AFTER);
@@ -147,7 +155,7 @@ pub(crate) fn legend(
 }
 
 /// Draws the symbol of a legend entry.
-fn draw_symbol(area: &Area<'_>, mark: Mark, color: RGBColor, (x, y): (i32, i32)) -> Drawn {
+fn draw_symbol(area: &Area<'_>, mark: Mark, color: RGBColor, (x, y): (i32, i32)) -> DrawResult {
     match mark {
         Mark::Block => {
             area.draw(&Rectangle::new([(x + 3, y - 6), (x + 16, y + 7)], color.filled()))
@@ -158,7 +166,12 @@ fn draw_symbol(area: &Area<'_>, mark: Mark, color: RGBColor, (x, y): (i32, i32))
 }
 
 /// Draws a dashed horizontal line.
-pub(crate) fn dashes(area: &Area<'_>, columns: Range<i32>, y: i32, color: RGBColor) -> Drawn {
+pub(crate) fn draw_dashes(
+    area: &Area<'_>,
+    columns: Range<i32>,
+    y: i32,
+    color: RGBColor,
+) -> DrawResult {
     for x in columns.clone().step_by(12) {
         let dash = [(x, y), ((x + 7).min(columns.end), y)];
         area.draw(&PathElement::new(dash, color.stroke_width(2)))?;
@@ -181,8 +194,9 @@ fn char_width(char: char) -> i32 {
     }
 }
 
-/// Styles the axes of a picture: horizontal grid lines at the labels of the y axis, and no others.
-pub(crate) fn plain<X: Ranged, Y: Ranged, B: DrawingBackend>(
+/// Styles the axes of a picture: horizontal grid lines at the labels of the y axis, and no other grid
+/// lines.
+pub(crate) fn style_axes<X: Ranged, Y: Ranged, B: DrawingBackend>(
     axes: &mut MeshStyle<'_, '_, X, Y, B>,
 ) {
     axes.disable_x_mesh().bold_line_style(GRID).light_line_style(TRANSPARENT).axis_style(FAINT);
@@ -208,20 +222,21 @@ impl Ticks {
         const UNITS: [(f64, &str); 5] =
             [(1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")];
 
-        let large = UNITS.into_iter().find(|(unit, _)| highest >= *unit);
+        let large_unit = UNITS.into_iter().find(|(unit, _)| highest >= *unit);
         // `k` starts at 10,000: four digits are easy to read without it.
-        let (unit, name) = large.unwrap_or(if highest >= 1e4 { (1e3, "k") } else { (1.0, "") });
-        // Ticks are at least a tenth of the axis apart, so two digits after its first suffice.
+        let (unit, name) =
+            large_unit.unwrap_or(if highest >= 1e4 { (1e3, "k") } else { (1.0, "") });
+        // Ticks are at least a tenth of the axis apart, so three significant digits suffice.
         let decimals = (2.0 - (highest / unit).log10().floor()).clamp(0.0, 12.0) as usize;
         Self { unit, name, decimals }
     }
 
     pub(crate) fn label(self, value: f64) -> String {
-        let number = format!("{:.*}", self.decimals, value / self.unit);
-        let number = if number.contains('.') {
-            number.trim_end_matches('0').trim_end_matches('.')
+        let digits = format!("{:.*}", self.decimals, value / self.unit);
+        let number = if digits.contains('.') {
+            digits.trim_end_matches('0').trim_end_matches('.')
         } else {
-            &number
+            &digits
         };
         if number == "0" { number.to_owned() } else { format!("{number}{}", self.name) }
     }

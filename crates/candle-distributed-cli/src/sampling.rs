@@ -13,7 +13,7 @@ pub(crate) struct SamplingArgs {
 
 impl SamplingArgs {
     /// Returns the option as the user types it, after a space, if it was given.
-    pub(crate) fn typed(&self) -> Option<String> {
+    pub(crate) fn option_string(&self) -> Option<String> {
         self.temperature.map(|temperature| format!(" --temperature {temperature}"))
     }
 

@@ -13,7 +13,7 @@ use clap::ValueEnum;
 
 use crate::{
     error::{Error, Result, WithHint},
-    help::typed,
+    help::cli_name,
     hint, input,
 };
 
@@ -84,9 +84,9 @@ impl StrategyArgs {
     /// # Errors
     ///
     /// Options that contradict each other, and invalid rules.
-    pub(crate) fn asked(&self) -> Result<Option<Strategy>> {
+    pub(crate) fn explicit_strategy(&self) -> Result<Option<Strategy>> {
         self.check(self.strategy)?;
-        self.strategy.map(|strategy| self.strategy(strategy)).transpose()
+        self.strategy.map(|strategy| self.build_strategy(strategy)).transpose()
     }
 
     /// Returns the strategy of `--strategy`. Without this option it is hybrid with `--rules`, and
@@ -95,11 +95,11 @@ impl StrategyArgs {
     /// # Errors
     ///
     /// Options that contradict each other, and invalid rules.
-    pub(crate) fn or_default(&self) -> Result<Strategy> {
+    pub(crate) fn strategy_or_default(&self) -> Result<Strategy> {
         let default = if self.rules.is_some() { StrategyArg::Hybrid } else { StrategyArg::Full };
         let strategy = self.strategy.unwrap_or(default);
         self.check(Some(strategy))?;
-        self.strategy(strategy)
+        self.build_strategy(strategy)
     }
 
     /// Returns the number of copies of the model.
@@ -107,23 +107,26 @@ impl StrategyArgs {
         self.replicas.unwrap_or(1)
     }
 
-    /// Returns the options as the user types them, each after a space.
-    pub(crate) fn typed(&self) -> String {
+    /// Returns the given options as the user types them, each after a space.
+    pub(crate) fn option_string(&self) -> String {
         let options = [
-            ("strategy", self.strategy.map(typed)),
-            ("layout", self.layout.map(typed)),
+            ("strategy", self.strategy.map(cli_name)),
+            ("layout", self.layout.map(cli_name)),
             ("block-size", self.block_size.map(|size| size.to_string())),
-            ("layer-order", self.layer_order.map(typed)),
+            ("layer-order", self.layer_order.map(cli_name)),
             ("rules", self.rules.as_ref().map(|path| hint::in_shell(path.display()))),
             ("replicas", self.replicas.map(|replicas| replicas.to_string())),
         ];
-        let given = options.into_iter().filter_map(|(name, value)| Some((name, value?)));
-        given
-            .flat_map(|(name, value)| [String::from(" --"), name.into(), String::from(" "), value])
-            .collect()
+        let mut given_options = String::new();
+        for (name, value) in options {
+            if let Some(value) = value {
+                given_options.extend([" --", name, " ", value.as_str()]);
+            }
+        }
+        given_options
     }
 
-    /// Rejects options that have no effect under this strategy.
+    /// Rejects options that have no effect with this strategy.
     fn check(&self, strategy: Option<StrategyArg>) -> Result<()> {
         let strategy_options = [
             ("--layout", self.layout.is_some(), StrategyArg::Full),
@@ -133,13 +136,16 @@ impl StrategyArgs {
         ];
         for (option, is_given, needed) in strategy_options {
             if is_given && strategy != Some(needed) {
-                return Err(Error::usage(format!("{option} needs --strategy {}", typed(needed))));
+                return Err(Error::usage(format!(
+                    "{option} needs --strategy {}",
+                    cli_name(needed)
+                )));
             }
         }
         Ok(())
     }
 
-    fn strategy(&self, strategy: StrategyArg) -> Result<Strategy> {
+    fn build_strategy(&self, strategy: StrategyArg) -> Result<Strategy> {
         Ok(match strategy {
             StrategyArg::Full => Strategy::Full(self.layout()?),
             StrategyArg::LayerWise => {
@@ -175,34 +181,34 @@ impl StrategyArgs {
     }
 }
 
-/// Number of names after which a list is cut off.
+/// Maximum number of names in a list.
 const MAX_NAMES: usize = 8;
 
 /// Writes the number of parameters that each rule decides, and the names of parameters that match
 /// no rule or several.
 pub(crate) fn write_matches(rules: &Matches<'_>, out: &mut dyn Write) -> io::Result<()> {
-    let decided: Vec<_> =
+    let counts: Vec<_> =
         rules.decided.iter().enumerate().map(|(rule, n)| format!("{n} by rule {rule}")).collect();
     writeln!(
         out,
         "parameters decided: {}; {} by default",
-        decided.join(", "),
+        counts.join(", "),
         rules.unmatched.len()
     )?;
     if !rules.unmatched.is_empty() {
-        writeln!(out, "no rule matches {}", listed(&rules.unmatched))?;
+        writeln!(out, "no rule matches {}", join_names(&rules.unmatched))?;
     }
     if !rules.overlaps.is_empty() {
         let overlaps: Vec<_> = rules.overlaps.iter().map(|(name, _)| *name).collect();
-        writeln!(out, "several rules match {}; the first one decides", listed(&overlaps))?;
+        writeln!(out, "several rules match {}; the first one decides", join_names(&overlaps))?;
     }
     Ok(())
 }
 
-/// Joins names, up to [`MAX_NAMES`].
-fn listed(names: &[&str]) -> String {
-    let more = if names.len() > MAX_NAMES { ", …" } else { "" };
-    names[..names.len().min(MAX_NAMES)].join(", ") + more
+/// Joins up to [`MAX_NAMES`] names. An ellipsis stands for further names.
+fn join_names(names: &[&str]) -> String {
+    let ellipsis = if names.len() > MAX_NAMES { ", …" } else { "" };
+    names[..names.len().min(MAX_NAMES)].join(", ") + ellipsis
 }
 
 #[cfg(test)]
@@ -219,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn typed_repeats_the_given_options() {
+    fn option_string_repeats_the_given_options() {
         for line in [
             "",
             " --strategy full --layout row-ragged --block-size 4",
@@ -228,7 +234,7 @@ mod tests {
             " --strategy hybrid --rules 'my rules.json'",
         ] {
             let args = StrategyLine::parse_from(shlex::split(line).unwrap()).sharding;
-            assert_eq!(args.typed(), line);
+            assert_eq!(args.option_string(), line);
         }
     }
 }

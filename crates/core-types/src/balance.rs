@@ -15,7 +15,7 @@ use crate::rank::WorldSize;
 ///
 /// # Determinism
 ///
-/// It compares only integer sums, and ties have an order: the owners are the same everywhere.
+/// Only integer sums are compared, and ties have an order, so the owners are the same everywhere.
 ///
 /// # Complexity
 ///
@@ -33,26 +33,26 @@ use crate::rank::WorldSize;
 pub fn longest_first(weights: &[u64], owners: WorldSize) -> Vec<usize> {
     let mut loads: BinaryHeap<_> =
         (0..owners.as_usize()).map(|owner| Reverse((0_u128, 0_usize, owner))).collect();
-    let mut assigned = vec![0; weights.len()];
+    let mut owner_of_item = vec![0; weights.len()];
     for item in heaviest_first(weights) {
         #[expect(clippy::expect_used, reason = "entries are replaced, never removed")]
         let mut least = loads.peek_mut().expect("a world has at least one rank");
         let Reverse((sum, n_items, owner)) = *least;
         *least = Reverse((sum + u128::from(weights[item]), n_items + 1, owner));
-        assigned[item] = owner;
+        owner_of_item[item] = owner;
     }
-    assigned
+    owner_of_item
 }
 
-/// Returns the owner of each of `weights` with equally many items per owner: heaviest first, in snake order from the
-/// first owner to the last and back.
+/// Returns the owner of each of `weights` with equally many items per owner: heaviest first, in
+/// snake order from the first owner to the last and back.
 ///
 /// Items of a shorter last round go to the first owners. Ties between weights keep the order of the
 /// slice.
 ///
 /// # Determinism
 ///
-/// It compares only integers, and ties have an order: the owners are the same everywhere.
+/// Only integers are compared, and ties have an order, so the owners are the same everywhere.
 ///
 /// # Complexity
 ///
@@ -69,14 +69,14 @@ pub fn longest_first(weights: &[u64], owners: WorldSize) -> Vec<usize> {
 #[must_use]
 pub fn snake_order(weights: &[u64], owners: WorldSize) -> Vec<usize> {
     let n_owners = owners.as_usize();
-    let mut assigned = vec![0; weights.len()];
+    let mut owner_of_item = vec![0; weights.len()];
     for (position, item) in heaviest_first(weights).into_iter().enumerate() {
         let round = position / n_owners;
         let offset = position % n_owners;
         let is_backward = round % 2 == 1 && (round + 1) * n_owners <= weights.len();
-        assigned[item] = if is_backward { n_owners - 1 - offset } else { offset };
+        owner_of_item[item] = if is_backward { n_owners - 1 - offset } else { offset };
     }
-    assigned
+    owner_of_item
 }
 
 /// Returns the positions of `weights`, heaviest first; ties keep their order.
@@ -96,9 +96,9 @@ mod tests {
         WorldSize::new(size).unwrap()
     }
 
-    fn sums(weights: &[u64], assigned: &[usize], owners: WorldSize) -> Vec<u128> {
+    fn sums(weights: &[u64], owner_of_item: &[usize], owners: WorldSize) -> Vec<u128> {
         let mut sums = vec![0; owners.as_usize()];
-        for (&weight, &owner) in weights.iter().zip(assigned) {
+        for (&weight, &owner) in weights.iter().zip(owner_of_item) {
             sums[owner] += u128::from(weight);
         }
         sums
@@ -118,9 +118,9 @@ mod tests {
     #[test]
     fn huge_weights_do_not_overflow() {
         let weights = [u64::MAX; 5];
-        let assigned = longest_first(&weights, world(2));
+        let owner_of_item = longest_first(&weights, world(2));
         let most = u128::from(u64::MAX);
-        assert_eq!(sums(&weights, &assigned, world(2)), [3 * most, 2 * most]);
+        assert_eq!(sums(&weights, &owner_of_item, world(2)), [3 * most, 2 * most]);
     }
 
     proptest! {
@@ -129,10 +129,10 @@ mod tests {
             weights in prop::collection::vec(0_u64..1000, 0..60),
             n_owners in 1_u64..9,
         ) {
-            let assigned = longest_first(&weights, world(n_owners));
+            let owner_of_item = longest_first(&weights, world(n_owners));
             let total: u128 = weights.iter().copied().map(u128::from).sum();
             let heaviest = u128::from(weights.iter().copied().max().unwrap_or(0));
-            let largest = sums(&weights, &assigned, world(n_owners)).into_iter().max().unwrap();
+            let largest = sums(&weights, &owner_of_item, world(n_owners)).into_iter().max().unwrap();
             prop_assert!(largest <= total / u128::from(n_owners) + heaviest);
         }
 
@@ -141,9 +141,9 @@ mod tests {
             weights in prop::collection::vec(0_u64..1000, 0..60),
             n_owners in 1_u64..9,
         ) {
-            let assigned = snake_order(&weights, world(n_owners));
+            let owner_of_item = snake_order(&weights, world(n_owners));
             let mut counts = vec![0; world(n_owners).as_usize()];
-            for owner in assigned {
+            for owner in owner_of_item {
                 counts[owner] += 1;
             }
             let least = weights.len() / counts.len();

@@ -16,12 +16,12 @@ const PART_BYTES: usize = 1 << 20;
 /// A hash of a sequence of words and byte strings, the same on every machine and in every version
 /// of Rust.
 ///
-/// Use it to compare data sets, orders or calls: a saved state is compared with its
-/// weights, and processes compare their collectives. The order of words matters. It is not
+/// Use it to compare data sets, orders or calls: samplers check that a saved state has the same
+/// weights, and processes compare their collectives. The order of words matters. The hash is not
 /// cryptographic: collisions can be constructed.
 ///
-/// Each word is hashed with its position, and the hashes are added. So the hashes are independent,
-/// and the processor computes several at once.
+/// Each word is hashed with its position, and the hashes are added. So no hash depends on an
+/// earlier one, and the processor computes several at once.
 ///
 /// # Determinism
 ///
@@ -80,6 +80,7 @@ impl Fingerprint {
         self
     }
 
+    /// Adds bytes as words; the last word is filled with zeros.
     fn write_words(&mut self, bytes: &[u8]) {
         for chunk in bytes.chunks(size_of::<u64>()) {
             let mut word = [0; size_of::<u64>()];

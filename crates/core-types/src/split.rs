@@ -106,11 +106,11 @@ pub fn balanced_owner(len: u64, world_size: WorldSize, item: u64) -> Option<Rank
     let world = world_size.as_u64();
     let size = len / world;
     let extra = len % world;
-    let in_larger = extra * (size + 1);
-    let rank = if item < in_larger {
+    let n_in_larger_parts = extra * (size + 1);
+    let rank = if item < n_in_larger_parts {
         item / (size + 1)
     } else {
-        extra + (item - in_larger).checked_div(size)?
+        extra + (item - n_in_larger_parts).checked_div(size)?
     };
     (item < len).then(|| Rank::in_world(rank))
 }

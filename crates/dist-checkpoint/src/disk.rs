@@ -1,7 +1,7 @@
 //! System calls on files and folders; every error names the path.
 //!
-//! Each call that changes something is one function, so that a test can look at the folder between
-//! any two of them.
+//! Each call that changes a file or folder is in a function of this module, so that a test can look
+//! at the folder between any two calls.
 
 use std::{
     fs::{self, File, Metadata},

@@ -8,4 +8,5 @@ pub use crate::{
         weights::{AllowedNames, sampled},
         writer::ModelFolder,
     },
+    run::footer,
 };

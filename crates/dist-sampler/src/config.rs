@@ -57,13 +57,13 @@ pub enum Partition {
 #[doc(alias = "drop_last")]
 #[non_exhaustive]
 pub enum Tail {
-    /// No rank reads it (`drop_last = true`): all ranks read equally many samples.
+    /// No rank reads the remainder (`drop_last = true`): all ranks read equally many samples.
     Drop,
-    /// The last rank reads it in addition to its share.
+    /// The last rank reads the remainder in addition to its share.
     #[default]
     LastRank,
-    /// The first ranks read one sample of it each: every sample is read once, and shares differ by
-    /// at most one.
+    /// The first ranks read one sample of the remainder each: every sample is read once, and shares
+    /// differ by at most one.
     Spread,
     /// Every rank reads equally many samples, and all are read: positions beyond the end repeat the
     /// order from its start (PyTorch's `drop_last = false`).

@@ -77,21 +77,22 @@ impl Mixture {
             return Err(Error::NoMixtureWeight);
         }
         let weights: Vec<u64> = weights.iter().map(|weight| weight / divisor).collect();
-        let cycle = cycle(&weights)?;
+        let cycle = build_cycle(&weights)?;
         let mut mixture = Self { samplers, weights, cycle, len: 0 };
         mixture.len = mixture.first_exhausted();
         Ok(mixture)
     }
 
-    /// Returns the first entry that has no sample.
+    /// Returns the number of the first entry whose data set has no sample left for it.
     fn first_exhausted(&self) -> u64 {
         let mut first = u64::MAX;
         for (position, &CycleEntry { source, n_earlier }) in (0..).zip(&self.cycle) {
-            // An entry repeats as often as its data set has samples for it.
+            // An entry of the cycle repeats as long as its data set has samples left for it.
             let samples = self.samplers[source].len().saturating_sub(n_earlier);
             let rounds = samples.div_ceil(self.weights[source]);
-            let exhausted = rounds.saturating_mul(self.cycle.len() as u64).saturating_add(position);
-            first = first.min(exhausted);
+            let first_without_sample =
+                rounds.saturating_mul(self.cycle.len() as u64).saturating_add(position);
+            first = first.min(first_without_sample);
         }
         first
     }
@@ -148,17 +149,17 @@ impl Mixture {
 
 /// Returns the cycle of data sets with these weights: the next entry goes to the data set that is
 /// furthest behind its share.
-fn cycle(weights: &[u64]) -> Result<Vec<CycleEntry>> {
+fn build_cycle(weights: &[u64]) -> Result<Vec<CycleEntry>> {
     let turns = weights.iter().fold(0_u64, |sum, &weight| sum.saturating_add(weight));
     if turns > Mixture::MAX_CYCLE {
         return Err(Error::MixtureCycle { turns, max: Mixture::MAX_CYCLE });
     }
-    let mut read = vec![0; weights.len()];
+    let mut n_read = vec![0; weights.len()];
     let mut entries = Vec::new();
     for turn in 1..=turns {
-        let source = most_due(weights, &read, turn, turns);
-        entries.push(CycleEntry { source, n_earlier: read[source] });
-        read[source] += 1;
+        let source = find_most_due(weights, &n_read, turn, turns);
+        entries.push(CycleEntry { source, n_earlier: n_read[source] });
+        n_read[source] += 1;
     }
     Ok(entries)
 }
@@ -166,10 +167,10 @@ fn cycle(weights: &[u64]) -> Result<Vec<CycleEntry>> {
 /// Returns the data set that is furthest behind its share at `turn` of `turns`, or the first such
 /// data set.
 #[expect(clippy::expect_used, reason = "there is a weight above 0, so there is a data set")]
-fn most_due(weights: &[u64], read: &[u64], turn: u64, turns: u64) -> usize {
+fn find_most_due(weights: &[u64], n_read: &[u64], turn: u64, turns: u64) -> usize {
     let sources = (0..weights.len()).rev();
     let most_due = sources.max_by_key(|&source| {
-        i128::from(weights[source] * turn) - i128::from(read[source] * turns)
+        i128::from(weights[source] * turn) - i128::from(n_read[source] * turns)
     });
     most_due.expect("a data set")
 }

@@ -57,7 +57,7 @@ impl ShareRule {
         Ok(Self { len, world_size, rule })
     }
 
-    /// Returns the same rule for another number of positions.
+    /// Returns the assignment of `len` positions by the same rule.
     pub(crate) fn with_len(&self, len: u64) -> Self {
         Self { len, ..self.clone() }
     }
@@ -76,8 +76,10 @@ impl ShareRule {
             PartitionRule::Contiguous(Tail::LastRank) => {
                 split::last_takes_rest(self.len, placement).into()
             }
-            PartitionRule::Contiguous(tail) => split::balanced(self.total(*tail), placement).into(),
-            PartitionRule::Strided(tail) => split::strided(self.total(*tail), placement),
+            PartitionRule::Contiguous(tail) => {
+                split::balanced(self.n_even(*tail), placement).into()
+            }
+            PartitionRule::Strided(tail) => split::strided(self.n_even(*tail), placement),
             PartitionRule::Proportional(weights) => {
                 split::proportional(self.len, weights, placement.rank()).into()
             }
@@ -96,9 +98,9 @@ impl ShareRule {
                 split::last_takes_rest_owner(self.len, self.world_size, position)
             }
             PartitionRule::Contiguous(tail) => {
-                split::balanced_owner(self.total(*tail), self.world_size, position)
+                split::balanced_owner(self.n_even(*tail), self.world_size, position)
             }
-            PartitionRule::Strided(tail) if position < self.total(*tail) => {
+            PartitionRule::Strided(tail) if position < self.n_even(*tail) => {
                 Some(split::strided_owner(self.world_size, position))
             }
             PartitionRule::Strided(Tail::LastRank) if position < self.len => {
@@ -115,7 +117,7 @@ impl ShareRule {
     }
 
     /// Returns the positions that are unread after every rank has read its first `consumed`
-    /// positions, or all if it has fewer.
+    /// positions, or all its positions if it has fewer.
     pub(crate) fn unread_after(&self, consumed: u64) -> UnreadRanges {
         let mut unread = UnreadRanges::default();
         match &self.rule {
@@ -166,14 +168,14 @@ impl ShareRule {
     /// `consumed`.
     fn first_unread(&self, tail: Tail, consumed: u64) -> u64 {
         let world = self.world_size.as_u64();
-        let regular = consumed.saturating_mul(world).min(self.total(tail));
+        let regular = consumed.saturating_mul(world).min(self.n_even(tail));
         let rest =
             if tail == Tail::LastRank { consumed.saturating_sub(self.len / world) } else { 0 };
         regular.saturating_add(rest).min(self.len)
     }
 
-    /// Returns the number of positions that are assigned evenly.
-    fn total(&self, tail: Tail) -> u64 {
+    /// Returns the number of positions that are assigned evenly, including padding.
+    fn n_even(&self, tail: Tail) -> u64 {
         match tail {
             Tail::Drop | Tail::LastRank => self.full_rounds(),
             Tail::Spread => self.len,

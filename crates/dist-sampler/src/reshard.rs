@@ -1,9 +1,10 @@
 //! The positions that several worlds, of any sizes, have left unread.
 //!
 //! In a contiguous partition a world leaves the ends of its ranks' ranges unread. Most of these
-//! ends have equal lengths and distances, so a few [`RangeRun`]s describe all of them. If several
-//! worlds read one epoch in turn, each world's unread ranges are indexes into the positions that
-//! the previous world left unread. As positions, they might need one range per rank.
+//! ends have equal lengths and distances, so a few [`RangeRun`]s describe all ends. If several
+//! worlds read one epoch in turn, each world's unread ranges are stored as indexes into the
+//! positions that the previous world left unread. Stored as positions, they could need one range
+//! per rank.
 
 use std::ops::Range;
 
@@ -53,7 +54,7 @@ pub(crate) struct UnreadRanges {
 }
 
 impl UnreadRanges {
-    /// Adds the positions of `range`, which must begin at or after the end of all others.
+    /// Adds the positions of `range`, which must begin at or after the end of all earlier ranges.
     pub(crate) fn push(&mut self, range: Range<u64>) {
         let Some(range_len @ 1..) = range.end.checked_sub(range.start) else { return };
         match self.runs.last_mut() {
@@ -105,7 +106,7 @@ impl UnreadRanges {
     }
 
     /// Shifts all positions by `distance`.
-    fn shifted(mut self, distance: u64) -> Self {
+    fn shift(mut self, distance: u64) -> Self {
         for run in &mut self.runs {
             run.start += distance;
         }
@@ -165,15 +166,15 @@ impl UnreadPositions {
 
     /// Keeps only the positions at the indexes in `unread`.
     #[must_use]
-    pub(crate) fn then(mut self, unread: UnreadRanges) -> Self {
+    pub(crate) fn select(mut self, unread: UnreadRanges) -> Self {
         if unread.len == self.len() {
             return self;
         }
         match self.last().only_range() {
-            // Indexes into a single range need no world of their own: shifted, they replace it.
+            // Indexes into a single range become positions when shifted, and replace the range.
             Some(range) => {
                 self.worlds.pop();
-                self.worlds.push(unread.shifted(range.start));
+                self.worlds.push(unread.shift(range.start));
             }
             None => self.worlds.push(unread),
         }
@@ -230,7 +231,7 @@ mod tests {
         let mut first = UnreadRanges::default();
         first.push_stretches(0, 6, 4, 2);
         first.push(24..27);
-        let once = UnreadPositions::from(0..27).then(first);
+        let once = UnreadPositions::from(0..27).select(first);
         let all = positions(&once, 30);
         assert_eq!(all.len(), 19);
 
@@ -239,21 +240,21 @@ mod tests {
         second.push(16..19);
         let expected: Vec<u64> =
             [4, 9, 14, 16, 17, 18].into_iter().map(|n: usize| all[n]).collect();
-        assert_eq!(positions(&once.then(second), 30), expected);
+        assert_eq!(positions(&once.select(second), 30), expected);
     }
 
     #[test]
     fn gapless_positions_keep_their_start() {
         let mut left = UnreadRanges::default();
         left.push(3..20);
-        let once = UnreadPositions::from(0..20).then(left.clone());
+        let once = UnreadPositions::from(0..20).select(left.clone());
         assert_eq!(once.start_of_only_range(), Some(3));
         let mut later = UnreadRanges::default();
         later.push(5..17);
-        assert_eq!(once.clone().then(later).start_of_only_range(), Some(8));
+        assert_eq!(once.clone().select(later).start_of_only_range(), Some(8));
         let mut all = UnreadRanges::default();
         all.push(0..17);
-        assert_eq!(once.clone().then(all), once);
-        assert_eq!(once.then(UnreadRanges::default()).len(), 0);
+        assert_eq!(once.clone().select(all), once);
+        assert_eq!(once.select(UnreadRanges::default()).len(), 0);
     }
 }

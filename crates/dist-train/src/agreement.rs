@@ -1,25 +1,28 @@
-//! Small agreements between the replicas of a step, from which all replicas take the same
-//! decisions.
+//! Exchange of small data between the replicas of a step. All replicas get the same result, so they
+//! take the same decisions.
 
 use std::array;
 
 use candle_core::{Result, Tensor};
 use pmap_mesh::{ALL, Replica};
 
-/// Gathers 32-bit words from every replica, by slot; all replicas contribute the same number.
+/// Gathers 32-bit words from every replica, by slot; all replicas pass the same number of words.
 ///
 /// Every device and engine transfers 32-bit integers exactly.
-pub(crate) fn words(ctx: &Replica, here: &[u32]) -> Result<Vec<Vec<u32>>> {
+pub(crate) fn gather_words(ctx: &Replica, here: &[u32]) -> Result<Vec<Vec<u32>>> {
     let row = Tensor::new(here, ctx.device())?.unsqueeze(0)?;
     ctx.all_gather(&row, 0, ALL)?.to_vec2()
 }
 
 /// Gathers numbers from every replica, by slot, exact to the bit.
-pub(crate) fn numbers<const N: usize>(ctx: &Replica, here: [f64; N]) -> Result<Vec<[f64; N]>> {
-    let rows = words(ctx, &here.map(|number| halves(number.to_bits())).concat())?;
+pub(crate) fn gather_numbers<const N: usize>(
+    ctx: &Replica,
+    here: [f64; N],
+) -> Result<Vec<[f64; N]>> {
+    let rows = gather_words(ctx, &here.map(|number| halves(number.to_bits())).concat())?;
     let mut numbers = Vec::with_capacity(rows.len());
     for row in rows {
-        numbers.push(array::from_fn(|n| f64::from_bits(whole([row[2 * n], row[2 * n + 1]]))));
+        numbers.push(array::from_fn(|n| f64::from_bits(join_halves([row[2 * n], row[2 * n + 1]]))));
     }
     Ok(numbers)
 }
@@ -30,27 +33,28 @@ pub(crate) fn halves(number: u64) -> [u32; 2] {
     [u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes(upper)]
 }
 
-fn whole([lower, upper]: [u32; 2]) -> u64 {
+/// Joins the [`halves`] of a number.
+fn join_halves([lower, upper]: [u32; 2]) -> u64 {
     u64::from(upper) << 32 | u64::from(lower)
 }
 
 /// Gathers a list from every replica, by slot; lists may differ in length.
-pub(crate) fn lists(ctx: &Replica, here: &[u64]) -> Result<Vec<Vec<u64>>> {
-    let counts = words(ctx, &halves(here.len() as u64))?;
+pub(crate) fn gather_lists(ctx: &Replica, here: &[u64]) -> Result<Vec<Vec<u64>>> {
+    let lengths = gather_words(ctx, &halves(here.len() as u64))?;
     let sent: Vec<u32> = here.iter().copied().flat_map(halves).collect();
-    let all = ctx.all_gather(&Tensor::new(sent, ctx.device())?, 0, ALL)?.to_vec1()?;
-    let (all, _) = all.as_chunks();
-    let mut all = all.iter().copied().map(whole);
-    let mut lists = Vec::with_capacity(counts.len());
-    for count in counts {
-        let count = whole([count[0], count[1]]);
-        lists.push((0..count).filter_map(|_| all.next()).collect());
+    let words = ctx.all_gather(&Tensor::new(sent, ctx.device())?, 0, ALL)?.to_vec1()?;
+    let (pairs, _) = words.as_chunks();
+    let mut numbers = pairs.iter().copied().map(join_halves);
+    let mut lists = Vec::with_capacity(lengths.len());
+    for length in lengths {
+        let length = join_halves([length[0], length[1]]);
+        lists.push((0..length).filter_map(|_| numbers.next()).collect());
     }
     Ok(lists)
 }
 
-/// Combines numbers over all replicas, exact to the bit. Each is nonzero on one replica only.
-pub(crate) fn combined(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
+/// Sums numbers over all replicas, exact to the bit. Each number is nonzero on one replica only.
+pub(crate) fn sum_disjoint(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
     if here.is_empty() {
         return Ok(Vec::new());
     }
@@ -58,26 +62,27 @@ pub(crate) fn combined(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
     let sent: Vec<u32> = here.iter().flat_map(|number| halves(number.to_bits())).collect();
     let sums = ctx.psum(&Tensor::new(sent, ctx.device())?, ALL)?.to_vec1()?;
     let (numbers, _) = sums.as_chunks();
-    Ok(numbers.iter().map(|&halves| f64::from_bits(whole(halves))).collect())
+    Ok(numbers.iter().map(|&halves| f64::from_bits(join_halves(halves))).collect())
 }
 
-/// Adds up numbers over all replicas in rank order; all replicas contribute the same number.
-pub(crate) fn sums(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
+/// Sums numbers over all replicas in rank order; all replicas pass the same number of numbers.
+pub(crate) fn sum_in_rank_order(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
     if here.is_empty() {
         return Ok(Vec::new());
     }
     let sent: Vec<u32> = here.iter().flat_map(|number| halves(number.to_bits())).collect();
     let mut sums = vec![0.0; here.len()];
-    for words in words(ctx, &sent)? {
+    for words in gather_words(ctx, &sent)? {
         let (numbers, _) = words.as_chunks();
         for (sum, &halves) in sums.iter_mut().zip(numbers) {
-            *sum += f64::from_bits(whole(halves));
+            *sum += f64::from_bits(join_halves(halves));
         }
     }
     Ok(sums)
 }
 
-/// Returns for each flag whether any replica sets it; all replicas pass the same number of flags.
+/// Returns for each flag whether it is set on any replica; all replicas pass the same number of
+/// flags.
 pub(crate) fn any(ctx: &Replica, here: &[bool]) -> Result<Vec<bool>> {
     let mut words_here = vec![0_u32; here.len().div_ceil(32)];
     for (n, &flag) in here.iter().enumerate() {
@@ -86,7 +91,7 @@ pub(crate) fn any(ctx: &Replica, here: &[bool]) -> Result<Vec<bool>> {
     if words_here.is_empty() {
         return Ok(Vec::new());
     }
-    let all = words(ctx, &words_here)?;
+    let all = gather_words(ctx, &words_here)?;
     let mut flags = Vec::with_capacity(here.len());
     for n in 0..here.len() {
         flags.push(all.iter().any(|words| words[n / 32] >> (n % 32) & 1 == 1));
@@ -109,7 +114,7 @@ mod tests {
     fn numbers_of_all_replicas_arrive_to_the_bit() {
         on_slots(|ctx| {
             let slot = ctx.slot() as f64;
-            let all = numbers(ctx, [slot + 0.1, -0.0 / slot, f64::MIN_POSITIVE * slot])?;
+            let all = gather_numbers(ctx, [slot + 0.1, -0.0 / slot, f64::MIN_POSITIVE * slot])?;
             for (slot, numbers) in all.iter().enumerate() {
                 let slot = slot as f64;
                 let expected = [slot + 0.1, -0.0 / slot, f64::MIN_POSITIVE * slot];
@@ -123,7 +128,7 @@ mod tests {
     fn lists_of_any_length_arrive_to_the_bit() {
         on_slots(|ctx| {
             let list = |slot: usize| vec![u64::MAX - slot as u64; slot];
-            assert_eq!(lists(ctx, &list(ctx.slot()))?, [list(0), list(1), list(2)]);
+            assert_eq!(gather_lists(ctx, &list(ctx.slot()))?, [list(0), list(1), list(2)]);
             Ok(())
         });
     }
@@ -138,8 +143,8 @@ mod tests {
                     *number = 0.0;
                 }
             }
-            assert_eq!(combined(ctx, &here)?, all);
-            assert!(combined(ctx, &[])?.is_empty());
+            assert_eq!(sum_disjoint(ctx, &here)?, all);
+            assert!(sum_disjoint(ctx, &[])?.is_empty());
             Ok(())
         });
     }
@@ -148,8 +153,8 @@ mod tests {
     fn numbers_are_added_up_in_rank_order() {
         on_slots(|ctx| {
             let here = [[1e16, 0.1], [1.0, 0.2], [-1e16, 0.3]][ctx.slot()];
-            assert_eq!(sums(ctx, &here)?, [(1e16 + 1.0) - 1e16, (0.1 + 0.2) + 0.3]);
-            assert!(sums(ctx, &[])?.is_empty());
+            assert_eq!(sum_in_rank_order(ctx, &here)?, [(1e16 + 1.0) - 1e16, (0.1 + 0.2) + 0.3]);
+            assert!(sum_in_rank_order(ctx, &[])?.is_empty());
             Ok(())
         });
     }

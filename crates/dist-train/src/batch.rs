@@ -10,10 +10,10 @@ use crate::tree;
 #[derive(Debug)]
 pub(crate) struct BatchShapes(Vec<Vec<usize>>);
 
-/// The shapes of one replica's shard, next to the full shapes.
+/// The shapes of a batch's tensors before they are split, and the shapes in one replica's shard.
 struct ShardShapes {
-    whole: Vec<Vec<usize>>,
-    here: Vec<Vec<usize>>,
+    full: Vec<Vec<usize>>,
+    local: Vec<Vec<usize>>,
 }
 
 impl BatchShapes {
@@ -27,20 +27,20 @@ impl BatchShapes {
         shard: I,
         loss: impl FnOnce(I) -> candle_core::Result<L>,
     ) -> candle_core::Result<L> {
-        let here = shapes(&shard);
-        loss(shard).map_err(|error| error.context(ShardShapes { whole: self.0.clone(), here }))
+        let local = shapes(&shard);
+        loss(shard).map_err(|error| error.context(ShardShapes { full: self.0.clone(), local }))
     }
 }
 
 impl fmt::Display for ShardShapes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the loss of a shard")?;
-        for (n, (whole, here)) in self.whole.iter().zip(&self.here).enumerate() {
+        for (n, (full, local)) in self.full.iter().zip(&self.local).enumerate() {
             f.write_str(if n == 0 { ", of tensors " } else { ", " })?;
-            if whole == here {
-                write!(f, "{whole:?} whole")?;
+            if full == local {
+                write!(f, "{full:?} whole")?;
             } else {
-                write!(f, "{whole:?} cut to {here:?}")?;
+                write!(f, "{full:?} cut to {local:?}")?;
             }
         }
         Ok(())

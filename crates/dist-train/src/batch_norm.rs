@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor, Var, bail};
 use candle_nn::{BatchNorm, BatchNormConfig, ModuleT, VarBuilder, batch_norm};
 use pmap_mesh::{ALL, Replica};
 
-use crate::{agreement, grad::widened};
+use crate::{agreement, grad::widen};
 
 /// A batch norm that normalizes by the statistics of the whole batch instead of one shard, like
 /// PyTorch's `SyncBatchNorm`. It wraps candle's [`BatchNorm`], and its loss on W slots equals the
@@ -88,18 +88,18 @@ impl SyncBatchNorm {
                 x.dims()
             )
         }
-        let rows = real_rows(ctx, x.dim(0)?)?;
-        let n_items = items_of_all(ctx, rows * x.dims()[2..].iter().product::<usize>())?;
-        let mut centered = widened(x)?;
+        let rows = n_real_rows(ctx, x.dim(0)?)?;
+        let n_items = count_items(ctx, rows * x.dims()[2..].iter().product::<usize>())?;
+        let mut centered = widen(x)?;
         if self.remove_mean {
-            let mean = mean_of_all(ctx, &centered.narrow(0, 0, rows)?, n_items)?;
-            follow(self.norm.running_mean(), &mean, self.norm.momentum())?;
+            let mean = feature_means(ctx, &centered.narrow(0, 0, rows)?, n_items)?;
+            update_running(self.norm.running_mean(), &mean, self.norm.momentum())?;
             centered = centered.broadcast_sub(&by_feature(&mean, x)?)?;
         }
-        let variance = mean_of_all(ctx, &centered.narrow(0, 0, rows)?.sqr()?, n_items)?;
+        let variance = feature_means(ctx, &centered.narrow(0, 0, rows)?.sqr()?, n_items)?;
         // Like in PyTorch and candle, the running variance is unbiased.
         let unbiased = (&variance * (n_items / (n_items - 1.0)))?;
-        follow(self.norm.running_var(), &unbiased, self.norm.momentum())?;
+        update_running(self.norm.running_var(), &unbiased, self.norm.momentum())?;
         let deviation = (variance + self.norm.eps())?.sqrt()?;
         let normed = centered.broadcast_div(&by_feature(&deviation, x)?)?.to_dtype(x.dtype())?;
         match self.norm.weight_and_bias() {
@@ -112,7 +112,7 @@ impl SyncBatchNorm {
 }
 
 /// Returns the number of rows of a shard that are not padding.
-fn real_rows(ctx: &Replica, rows: usize) -> Result<usize> {
+fn n_real_rows(ctx: &Replica, rows: usize) -> Result<usize> {
     let Some(real) = ctx.valid_len().filter(|&real| real != rows) else { return Ok(rows) };
     // `weight` is the number of real rows over the mean size of the shards, and smaller shards are
     // padded to this mean, rounded up.
@@ -125,19 +125,19 @@ fn real_rows(ctx: &Replica, rows: usize) -> Result<usize> {
     )
 }
 
-/// Returns the number of items per feature over all replicas.
-fn items_of_all(ctx: &Replica, here: usize) -> Result<f64> {
-    let n_items: f64 = agreement::numbers(ctx, [here as f64])?.iter().flatten().sum();
+/// Returns the number of items per feature over all replicas, given the number on this replica.
+fn count_items(ctx: &Replica, n_local: usize) -> Result<f64> {
+    let n_items: f64 = agreement::gather_numbers(ctx, [n_local as f64])?.iter().flatten().sum();
     if n_items > 1.0 {
         return Ok(n_items);
     }
     bail!("batch norm in training needs more than one item of each feature, got {n_items}")
 }
 
-/// Returns the mean of each feature over all replicas. Every replica uses it for its own rows, so
-/// `pvary` sums the gradients of these uses.
+/// Returns the mean of each feature over all replicas. Every replica uses the means for its own
+/// rows, so `pvary` sums the gradients of all replicas.
 #[track_caller]
-fn mean_of_all(ctx: &Replica, x: &Tensor, n_items: f64) -> Result<Tensor> {
+fn feature_means(ctx: &Replica, x: &Tensor, n_items: f64) -> Result<Tensor> {
     let sum = x.transpose(0, 1)?.flatten_from(1)?.sum(1)?;
     ctx.pvary(&(ctx.psum(&sum, ALL)? / n_items)?, ALL)
 }
@@ -150,8 +150,8 @@ fn by_feature(numbers: &Tensor, x: &Tensor) -> Result<Tensor> {
 }
 
 /// Updates a running statistic: `(1 - momentum) * running + momentum * now`.
-fn follow(running: &Tensor, now: &Tensor, momentum: f64) -> Result<()> {
+fn update_running(running: &Tensor, now: &Tensor, momentum: f64) -> Result<()> {
     let now = now.detach().to_dtype(running.dtype())?;
-    let moved = ((running.detach() * (1.0 - momentum))? + (now * momentum)?)?;
-    Var::from_tensor(running)?.set(&moved)
+    let updated = ((running.detach() * (1.0 - momentum))? + (now * momentum)?)?;
+    Var::from_tensor(running)?.set(&updated)
 }

@@ -6,7 +6,7 @@ use candle_core::{Device, Result, Tensor};
 ///
 /// Between two GPUs the data goes through the host: candle copies on a stream without
 /// synchronization, so the source memory may be reused before the copy ends.
-pub(crate) fn moved(x: &Tensor, device: &Device) -> Result<Tensor> {
+pub(crate) fn move_to_device(x: &Tensor, device: &Device) -> Result<Tensor> {
     if x.device().same_device(device) {
         return Ok(x.clone());
     }

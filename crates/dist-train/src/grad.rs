@@ -1,5 +1,5 @@
-//! Gradients over a mesh: each replica differentiates the loss of its shard, and each slot gets its
-//! part of the sums.
+//! Gradients over a mesh: each replica differentiates the loss of its shard, and each slot gets
+//! some of the summed gradients.
 
 use std::{
     collections::BTreeMap,
@@ -16,7 +16,7 @@ use crate::{
     batch::BatchShapes,
     error::{
         Doing, Result,
-        training::{Refusal, TrainingError},
+        training::{StepErrors, TrainingError},
     },
     loss::{Loss, ShardLoss},
     optim::clip,
@@ -131,7 +131,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
         let sizes: Vec<u64> = self.params.iter().map(|var| var.elem_count() as u64).collect();
         // Every process gets the sums of all parameters, divided among its own slots.
         let owned = Arc::new(divide(&sizes, self.mesh.devices().len()));
-        let outcome: Arc<(Refusal, OnceLock<f64>)> = Arc::default();
+        let outcome: Arc<(StepErrors, OnceLock<f64>)> = Arc::default();
         let step = self.mesh.pmap({
             let shapes = BatchShapes::new(&batch);
             let loss = Arc::clone(&self.loss);
@@ -140,25 +140,25 @@ impl<I: TensorTree> ValueAndGrad<I> {
             let owned = Arc::clone(&owned);
             let outcome = Arc::clone(&outcome);
             move |ctx, shard: I| {
-                let (refusal, mean) = &*outcome;
-                let here = shapes.explain(shard, |shard| loss(ctx, shard))?;
-                let (mut here, ()) = here.into_shard(ctx)?;
-                let sums = here.agree(ctx, allow, refusal).and_then(|whole| {
-                    let whole = whole.with_weight(refusal)?;
-                    mean.get_or_init(|| whole.mean());
-                    let grads = differentiate(here, &params, whole.weight(), has_halves(&params))?;
-                    sums(ctx, &params, grads, &owned[ctx.local_index()], Precision::default())
+                let (errors, mean) = &*outcome;
+                let loss = shapes.explain(shard, |shard| loss(ctx, shard))?;
+                let (mut shard_loss, ()) = loss.into_shard(ctx)?;
+                let sums = shard_loss.agree(ctx, allow, errors).and_then(|batch_loss| {
+                    let weight = batch_loss.with_weight(errors)?.weight();
+                    mean.get_or_init(|| batch_loss.mean());
+                    let grads = differentiate(shard_loss, &params, weight, has_halves(&params))?;
+                    sum_grads(ctx, &params, grads, &owned[ctx.local_index()], Precision::default())
                 });
-                refusal.outcome(sums)
+                errors.none_if_agreed(sums)
             }
         });
         let step = step.in_axes(self.in_axes.clone()).uneven(self.uneven);
-        let (refusal, mean) = &*outcome;
+        let (errors, mean) = &*outcome;
         let results = step.call_sharded(batch).map(|results| {
             // If all replicas reject the step, none has sums.
             results.shards().iter().all(Option::is_some).then_some(results)
         });
-        let results = refusal.call_result(results)?;
+        let results = errors.call_result(results)?;
         let mut sums = BTreeMap::new();
         for (owned, slot_sums) in owned.iter().zip(results.shards()) {
             for (&index, sum) in owned.iter().zip(slot_sums.iter().flatten()) {
@@ -177,7 +177,8 @@ impl<I: TensorTree> ValueAndGrad<I> {
     }
 
     fn check_finite(&self, index: usize, gradient: &Tensor) -> Result<()> {
-        if self.allow_non_finite || clip::squares(gradient).doing("reading a gradient")?.is_finite()
+        if self.allow_non_finite
+            || clip::squared_norm(gradient).doing("reading a gradient")?.is_finite()
         {
             return Ok(());
         }
@@ -199,10 +200,10 @@ impl<I> fmt::Debug for ValueAndGrad<I> {
     }
 }
 
-/// Differentiates a shard's sum divided by `scale`, and returns the gradient of each variable, or
-/// `None` if the loss does not depend on it. Half-precision gradients are returned in single
-/// precision, in which they are accumulated; `halves` states whether any variable of the model,
-/// even a frozen one, has half precision.
+/// Differentiates a shard's sum divided by `scale`. Returns the gradient of each variable, or
+/// `None` if the loss does not depend on the variable. Half-precision gradients are returned in
+/// single precision, in which they are accumulated. `halves` states whether any variable of the
+/// model, even a frozen variable, has half precision.
 ///
 /// The graph of the forward pass is freed before the gradients are reduced.
 pub(crate) fn differentiate(
@@ -213,44 +214,46 @@ pub(crate) fn differentiate(
 ) -> candle_core::Result<Vec<Option<Tensor>>> {
     let halves = halves || is_half(shard.dtype());
     let is_empty = shard.is_empty();
-    let (sum, rest) = shard.share(scale, halves)?;
+    let (sum, rest) = shard.into_scaled_sum(scale, halves)?;
     let mut store = sum.backward()?;
     drop(sum);
     let mut gradients = Vec::with_capacity(vars.len());
     for var in vars {
         gradients.push(match store.remove(var) {
-            Some(gradient) => Some(corrected(widened(&gradient)?, is_empty, rest)?),
+            Some(gradient) => Some(correct_gradient(widen(&gradient)?, is_empty, rest)?),
             None => None,
         });
     }
     Ok(gradients)
 }
 
-/// Corrects the gradient of a shard's backward pass for the factor left out of the shard's loss.
-pub(crate) fn corrected(
+/// Multiplies a gradient of a shard's backward pass by `rest`, the factor that the differentiated
+/// sum does not include. Replaces non-finite gradients of a shard without weight.
+pub(crate) fn correct_gradient(
     gradient: Tensor,
     is_empty: bool,
     rest: f64,
 ) -> candle_core::Result<Tensor> {
-    let gradient = if is_empty { without_nan(gradient)? } else { gradient };
-    scaled(gradient, rest)
+    let gradient = if is_empty { finite_or_zeros(gradient)? } else { gradient };
+    scale_gradient(gradient, rest)
 }
 
 /// Multiplies a gradient by a factor, without a pass over it if the factor is 1, as in most steps.
 #[expect(clippy::float_cmp, reason = "1 is exact, and the product by it the gradient itself")]
-pub(crate) fn scaled(gradient: Tensor, factor: f64) -> candle_core::Result<Tensor> {
+pub(crate) fn scale_gradient(gradient: Tensor, factor: f64) -> candle_core::Result<Tensor> {
     if factor == 1.0 { Ok(gradient) } else { gradient * factor }
 }
 
-/// Returns the gradient of a shard without weight: the gradients from other replicas, or zeros if
-/// any item is not finite. Non-finite items come from the shard's own rows, a mean over zero rows.
-fn without_nan(gradient: Tensor) -> candle_core::Result<Tensor> {
+/// Returns the gradient of a shard without weight, or zeros if any item is not finite. Finite items
+/// are gradients from other replicas, and non-finite items come from the mean over zero rows of the
+/// shard itself.
+fn finite_or_zeros(gradient: Tensor) -> candle_core::Result<Tensor> {
     let sum: f64 = gradient.sum_all()?.to_dtype(DType::F64)?.to_scalar()?;
     if sum.is_finite() { Ok(gradient) } else { gradient.zeros_like() }
 }
 
 /// Converts a gradient to the dtype in which gradients of its dtype are accumulated.
-pub(crate) fn widened(gradient: &Tensor) -> candle_core::Result<Tensor> {
+pub(crate) fn widen(gradient: &Tensor) -> candle_core::Result<Tensor> {
     gradient.to_dtype(widened_dtype(gradient.dtype()))
 }
 
@@ -258,51 +261,55 @@ pub(crate) fn has_halves(vars: &[Var]) -> bool {
     vars.iter().any(|var| is_half(var.dtype()))
 }
 
-/// Sums the `wanted` gradients over all replicas; `None` if no replica has one. A replica without a
-/// gradient contributes zeros.
-pub(crate) fn sums(
+/// Sums the gradients of the `wanted` variables over all replicas. A sum is `None` if no replica
+/// has the gradient; otherwise a replica without the gradient contributes zeros.
+pub(crate) fn sum_grads(
     ctx: &Replica,
     vars: &[Var],
     grads: Vec<Option<Tensor>>,
     wanted: &[usize],
     precision: Precision,
 ) -> candle_core::Result<Vec<Option<Tensor>>> {
-    let here: Vec<bool> = grads.iter().map(Option::is_some).collect();
-    let somewhere = agreement::any(ctx, &here)?;
-    sums_of(ctx, vars, grads, &somewhere, wanted, precision)
+    let has_grad_here: Vec<bool> = grads.iter().map(Option::is_some).collect();
+    let has_grad_anywhere = agreement::any(ctx, &has_grad_here)?;
+    sum_existing_grads(ctx, vars, grads, &has_grad_anywhere, wanted, precision)
 }
 
-/// Like [`sums`], for replicas that have already agreed on the gradients that exist anywhere.
-pub(crate) fn sums_of(
+/// Like [`sum_grads`], if replicas have already agreed for each variable whether any replica has a
+/// gradient.
+pub(crate) fn sum_existing_grads(
     ctx: &Replica,
     vars: &[Var],
     grads: Vec<Option<Tensor>>,
-    somewhere: &[bool],
+    has_grad_anywhere: &[bool],
     wanted: &[usize],
     precision: Precision,
 ) -> candle_core::Result<Vec<Option<Tensor>>> {
-    let reduced = |(var, grad): (&Var, Option<Tensor>)| {
-        grad.map(|grad| grad.to_dtype(precision.reduced(var.dtype()))).transpose()
+    let convert = |(var, grad): (&Var, Option<Tensor>)| {
+        grad.map(|grad| grad.to_dtype(precision.reduce_dtype(var.dtype()))).transpose()
     };
-    let reduced = vars.iter().zip(grads).map(reduced);
-    let mut grads: Vec<Option<Tensor>> = reduced.collect::<candle_core::Result<_>>()?;
+    let mut grads: Vec<Option<Tensor>> =
+        vars.iter().zip(grads).map(convert).collect::<candle_core::Result<_>>()?;
     if ctx.count() == 1 {
         // A sum copies even a single summand, which would need the memory of the gradients twice.
         return Ok(wanted.iter().map(|&var| grads[var].take()).collect());
     }
-    let mut list = Vec::new();
+    let mut summands = Vec::new();
+    // The position of each variable's gradient in `summands`.
     let mut positions = vec![None; vars.len()];
     for (n, (var, gradient)) in vars.iter().zip(grads).enumerate() {
-        if somewhere[n] {
-            positions[n] = Some(list.len());
-            list.push(match gradient {
+        if has_grad_anywhere[n] {
+            positions[n] = Some(summands.len());
+            summands.push(match gradient {
                 Some(gradient) => gradient,
-                None => Tensor::zeros(var.shape(), precision.reduced(var.dtype()), var.device())?,
+                None => {
+                    Tensor::zeros(var.shape(), precision.reduce_dtype(var.dtype()), var.device())?
+                }
             });
         }
     }
-    let listed: Vec<usize> = wanted.iter().filter_map(|&var| positions[var]).collect();
-    let mut sums = ctx.psum_list(list, &listed, ALL)?.into_iter();
+    let wanted_positions: Vec<usize> = wanted.iter().filter_map(|&var| positions[var]).collect();
+    let mut sums = ctx.psum_list(summands, &wanted_positions, ALL)?.into_iter();
     Ok(wanted.iter().map(|&var| positions[var].and_then(|_| sums.next())).collect())
 }
 

@@ -14,12 +14,12 @@ pub struct PrefixCheck {
     /// Slope of the loss along the direction that contradicts the gradient most, measured by
     /// differences of the loss.
     pub expected: f64,
-    /// Slope along the same direction according to the gradient.
+    /// Slope of the loss along the same direction according to the gradient.
     pub found: f64,
     /// Uncertainty of `expected`: two standard errors, from the scatter of the differences at
     /// several points, plus the rounding of the loss.
     pub uncertainty: f64,
-    /// Conclusion from these numbers.
+    /// Outcome of the comparison.
     pub verdict: Verdict,
 }
 

@@ -5,7 +5,7 @@ use pmap_mesh::{ALL, Replica, TensorTree};
 
 use crate::{
     agreement,
-    error::training::{Refusal, TrainingError},
+    error::training::{StepErrors, TrainingError},
     tree,
 };
 
@@ -97,7 +97,7 @@ impl<A> Loss<A> {
     /// Splits off the attached tensors and converts the loss into a weighted sum.
     pub(crate) fn into_shard(self, ctx: &Replica) -> candle_core::Result<(ShardLoss, A)> {
         let Self { value, weight, aux } = self;
-        let mut unfit = None;
+        let mut not_scalar = None;
         let (times, weight) = match weight.0 {
             WeightKind::Rows => {
                 // If no tensor of the batch is split, each slot counts as one row.
@@ -107,19 +107,19 @@ impl<A> Loss<A> {
             WeightKind::Number(weight) => (1.0, weight),
             WeightKind::Scalar(weight) if weight.rank() == 0 => (1.0, scalar(&weight)?),
             WeightKind::Scalar(weight) => {
-                unfit = Some((WEIGHT, weight));
+                not_scalar = Some((WEIGHT, weight));
                 (1.0, 0.0)
             }
         };
         if value.rank() != 0 || !value.dtype().is_float() {
-            unfit = Some((LOSS, value.clone()));
+            not_scalar = Some((LOSS, value.clone()));
         }
-        Ok((ShardLoss { value, times, times_of_all: 1.0, weight, unfit }, aux))
+        Ok((ShardLoss { value, times, common_times: 1.0, weight, not_scalar }, aux))
     }
 }
 
 impl<A: TensorTree> Loss<A> {
-    /// Returns the loss with the attached tensors as a list, and a tree of the same form for
+    /// Returns the loss with the attached tensors as a list, and a tree with their form, for
     /// [`with_leaves`].
     pub(crate) fn into_leaves(self) -> (Loss<Vec<Tensor>>, A) {
         let Self { value, weight, aux } = self;
@@ -138,11 +138,11 @@ impl Loss<Vec<Tensor>> {
         self,
         ctx: &Replica,
         allow_non_finite: bool,
-        refusal: &Refusal,
+        errors: &StepErrors,
     ) -> candle_core::Result<(BatchLoss, Vec<Tensor>)> {
         let (mut shard, aux) = self.into_shard(ctx)?;
-        let batch = shard.agree(ctx, allow_non_finite, refusal)?.with_weight(refusal)?;
-        Ok((batch, summed(ctx, aux)?))
+        let batch = shard.agree(ctx, allow_non_finite, errors)?.with_weight(errors)?;
+        Ok((batch, sum_over_replicas(ctx, aux)?))
     }
 }
 
@@ -174,17 +174,17 @@ impl From<Tensor> for Weight {
 #[derive(Debug)]
 pub(crate) struct ShardLoss {
     value: Tensor,
-    /// The sum divided by `value`.
+    /// The factor by which `value` is multiplied in the sum: 1, or the number of rows for a mean.
     times: f64,
-    /// The common `times` of all shards with weight, or 1 if they differ.
-    times_of_all: f64,
+    /// The `times` of all shards with weight if they are equal, or 1 if they differ.
+    common_times: f64,
     weight: f64,
-    /// The invalid part of a loss (`LOSS` or `WEIGHT`) and its tensor.
-    unfit: Option<(f64, Tensor)>,
+    /// The part of an invalid loss that is not a scalar (`LOSS` or `WEIGHT`), and its tensor.
+    not_scalar: Option<(f64, Tensor)>,
 }
 
 /// Codes that replicas exchange about their losses: valid, or the part that is not a scalar.
-const FIT: f64 = 0.0;
+const VALID: f64 = 0.0;
 const LOSS: f64 = 1.0;
 const WEIGHT: f64 = 2.0;
 
@@ -204,54 +204,54 @@ impl ShardLoss {
         &mut self,
         ctx: &Replica,
         allow_non_finite: bool,
-        refusal: &Refusal,
+        errors: &StepErrors,
     ) -> candle_core::Result<BatchLoss> {
-        let here = match self.unfit {
+        let here = match self.not_scalar {
             Some((part, _)) => [part, 0.0, 0.0, 0.0],
-            None => [FIT, scalar(&self.value)?, self.times, self.weight],
+            None => [VALID, scalar(&self.value)?, self.times, self.weight],
         };
-        let shards = agreement::numbers(ctx, here)?;
-        if let Some(slot) = shards.iter().position(|&[part, ..]| part != FIT) {
-            return Err(refusal.agreed(self.not_scalar(ctx, slot, shards[slot][0])?));
+        let shards = agreement::gather_numbers(ctx, here)?;
+        if let Some(slot) = shards.iter().position(|&[part, ..]| part != VALID) {
+            return Err(errors.record_agreed(self.shape_error(ctx, slot, shards[slot][0])?));
         }
         let mut batch = BatchLoss { sum: 0.0, weight: 0.0 };
         for (slot, &[_, value, times, weight]) in shards.iter().enumerate() {
             if !weight.is_finite() || weight < 0.0 {
-                return Err(refusal.agreed(TrainingError::Weight { slot, weight }));
+                return Err(errors.record_agreed(TrainingError::Weight { slot, weight }));
             }
             if weight == 0.0 {
                 continue;
             }
             if !value.is_finite() && !allow_non_finite {
-                return Err(refusal.agreed(TrainingError::NonFiniteLoss { slot, value }));
+                return Err(errors.record_agreed(TrainingError::NonFiniteLoss { slot, value }));
             }
             batch.sum += value * times;
             batch.weight += weight;
         }
-        self.times_of_all =
-            common(shards.iter().filter(|[.., weight]| *weight > 0.0)).unwrap_or(1.0);
+        self.common_times =
+            common_times(shards.iter().filter(|[.., weight]| *weight > 0.0)).unwrap_or(1.0);
         Ok(batch)
     }
 
-    /// Exchanges the shape and dtype of a slot's invalid tensor, and returns the error.
-    fn not_scalar(
+    /// Exchanges the shapes and dtypes of invalid tensors, and returns the error about a slot's.
+    fn shape_error(
         &self,
         ctx: &Replica,
         slot: usize,
         part: f64,
     ) -> candle_core::Result<TrainingError> {
-        let (dims, dtype) = match &self.unfit {
+        let (local_dims, local_dtype) = match &self.not_scalar {
             Some((_, tensor)) => (tensor.dims(), tensor.dtype().as_str()),
             None => (&[][..], ""),
         };
-        let dims: Vec<u64> = dims.iter().map(|&size| size as u64).collect();
-        let shape = agreement::lists(ctx, &dims)?.swap_remove(slot);
-        let shape = shape.into_iter().map(usize::try_from).collect::<Result<_, _>>();
+        let local_dims: Vec<u64> = local_dims.iter().map(|&size| size as u64).collect();
+        let dims = agreement::gather_lists(ctx, &local_dims)?.swap_remove(slot);
+        let shape = dims.into_iter().map(usize::try_from).collect::<Result<_, _>>();
         let shape = shape.map_err(candle_core::Error::wrap)?;
-        let letters: Vec<u64> = dtype.chars().map(u64::from).collect();
-        let letters = agreement::lists(ctx, &letters)?.swap_remove(slot);
-        let letters = letters.into_iter().map(u8::try_from).map(|letter| letter.map(char::from));
-        let dtype = letters.collect::<Result<_, _>>().map_err(candle_core::Error::wrap)?;
+        let local_letters: Vec<u64> = local_dtype.chars().map(u64::from).collect();
+        let letters = agreement::gather_lists(ctx, &local_letters)?.swap_remove(slot);
+        let chars = letters.into_iter().map(u8::try_from).map(|letter| letter.map(char::from));
+        let dtype = chars.collect::<Result<_, _>>().map_err(candle_core::Error::wrap)?;
         Ok(if part == WEIGHT {
             TrainingError::WeightShape { slot, shape }
         } else {
@@ -259,20 +259,25 @@ impl ShardLoss {
         })
     }
 
-    /// Returns the tensor to differentiate, and a factor for the gradients of all parameters;
-    /// together they give the sum divided by `scale`. The factor also applies on slots with an
+    /// Returns the tensor to differentiate, and a factor for the gradients of all parameters. The
+    /// product of both is the sum divided by `scale`. The factor also applies on slots with an
     /// empty shard.
     ///
-    /// With half-precision parameters (`halves`), backpropagation converts the factor of the sum to
+    /// With half-precision parameters (`halves`), backpropagation converts the tensor's factor to
     /// half precision. A power of 2 survives this unchanged; the remainder is applied to the
-    /// gradients, which are in single precision. (With three slots in bf16 all gradients would be
-    /// off by 0.2 %.) All slots share one remainder, because a gradient that arrives through a
-    /// collective carries the factor of the slot that sent it. If shards differ in their number of
-    /// rows, the tensor's factor includes these numbers, which bf16 represents exactly up to 256.
-    pub(crate) fn share(self, scale: f64, halves: bool) -> candle_core::Result<(Tensor, f64)> {
-        let (seed, rest) = if halves {
-            let power = power_of_two(self.times_of_all / scale);
-            (self.times / self.times_of_all * power, self.times_of_all / scale / power)
+    /// gradients, which are in single precision. (Otherwise all gradients would have an error of
+    /// 0.2 % with three slots in bf16.) All slots have the same remainder, because a gradient that
+    /// arrives through a collective already has the factor of the slot that sent it. If shards
+    /// differ in their number of rows, the tensor's factor includes these numbers, which bf16
+    /// represents exactly up to 256.
+    pub(crate) fn into_scaled_sum(
+        self,
+        scale: f64,
+        halves: bool,
+    ) -> candle_core::Result<(Tensor, f64)> {
+        let (factor, rest) = if halves {
+            let power = power_of_two(self.common_times / scale);
+            (self.times / self.common_times * power, self.common_times / scale / power)
         } else {
             (self.times / scale, 1.0)
         };
@@ -281,7 +286,7 @@ impl ShardLoss {
         let sum = if self.is_empty() {
             &self.value * self.value.zeros_like()?
         } else {
-            self.value * seed
+            self.value * factor
         };
         Ok((sum?, rest))
     }
@@ -302,8 +307,12 @@ impl BatchLoss {
     }
 
     /// Returns the loss unchanged, or an error if its weight is 0.
-    pub(crate) fn with_weight(self, refusal: &Refusal) -> candle_core::Result<Self> {
-        if self.weight == 0.0 { Err(refusal.agreed(TrainingError::NoWeight)) } else { Ok(self) }
+    pub(crate) fn with_weight(self, errors: &StepErrors) -> candle_core::Result<Self> {
+        if self.weight == 0.0 {
+            Err(errors.record_agreed(TrainingError::NoWeight))
+        } else {
+            Ok(self)
+        }
     }
 
     /// Returns the weighted mean.
@@ -318,7 +327,10 @@ impl BatchLoss {
 }
 
 /// Sums tensors over all replicas.
-pub(crate) fn summed(ctx: &Replica, leaves: Vec<Tensor>) -> candle_core::Result<Vec<Tensor>> {
+pub(crate) fn sum_over_replicas(
+    ctx: &Replica,
+    leaves: Vec<Tensor>,
+) -> candle_core::Result<Vec<Tensor>> {
     if leaves.is_empty() {
         return Ok(leaves);
     }
@@ -326,16 +338,17 @@ pub(crate) fn summed(ctx: &Replica, leaves: Vec<Tensor>) -> candle_core::Result<
     ctx.psum_list(leaves, &all, ALL)
 }
 
-/// Rebuilds a tree of the form of `tree` from its leaves, in the same number and order.
+/// Returns a tree of the form of `tree` with other leaves, given in the order of `tree`.
 pub(crate) fn with_leaves<A: TensorTree>(tree: &A, leaves: Vec<Tensor>) -> A {
     let mut leaves = leaves.into_iter();
     #[expect(clippy::expect_used, reason = "the leaves are sums of the tree's own tensors")]
     tree::map(tree, |_| leaves.next().expect("there is one leaf per tensor of the tree"))
 }
 
-/// Returns the common `times` of the shards, or `None` if they differ.
+/// Returns the `times` of the shards if they are equal, or `None` if they differ or there are no
+/// shards.
 #[expect(clippy::float_cmp, reason = "numbers of rows, or 1")]
-fn common<'a>(shards: impl IntoIterator<Item = &'a [f64; 4]>) -> Option<f64> {
+fn common_times<'a>(shards: impl IntoIterator<Item = &'a [f64; 4]>) -> Option<f64> {
     let mut times = shards.into_iter().map(|&[_, _, times, _]| times);
     let first = times.next()?;
     times.all(|times| times == first).then_some(first)

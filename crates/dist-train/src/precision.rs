@@ -1,4 +1,4 @@
-//! Dtypes in which a model computes and gradients are reduced.
+//! The dtype in which a model computes, and the dtype in which its gradients are reduced.
 
 use candle_core::DType;
 use dist_checkpoint::support::elem_of;
@@ -6,7 +6,8 @@ use fsdp_plan::cost::CostModel;
 
 use crate::error::training::TrainingError;
 
-/// The dtypes in which a model computes with its parameters and their gradients are reduced.
+/// Maps the dtype in which a parameter is stored to the dtype in which the model computes with it,
+/// and to the dtype in which its gradients are reduced. The default is without mixed precision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Precision(Option<MixedDtypes>);
 
@@ -21,17 +22,23 @@ impl Precision {
         Self(Some(MixedDtypes { param_dtype, reduce_dtype }))
     }
 
-    /// Returns the dtype in which to compute with a parameter stored as `held`.
-    pub(crate) fn computed(self, held: DType) -> DType {
-        self.0.filter(|_| is_real(held)).map_or(held, |mixed| mixed.param_dtype)
+    /// Returns the dtype in which the model computes with a parameter stored as `stored`.
+    pub(crate) fn compute_dtype(self, stored: DType) -> DType {
+        match self.0 {
+            Some(mixed) if is_real(stored) => mixed.param_dtype,
+            _ => stored,
+        }
     }
 
-    /// Returns the dtype in which to reduce its gradients.
-    pub(crate) fn reduced(self, held: DType) -> DType {
-        self.0.filter(|_| is_real(held)).map_or(widened_dtype(held), |mixed| mixed.reduce_dtype)
+    /// Returns the dtype in which the gradients of a parameter stored as `stored` are reduced.
+    pub(crate) fn reduce_dtype(self, stored: DType) -> DType {
+        match self.0 {
+            Some(mixed) if is_real(stored) => mixed.reduce_dtype,
+            _ => widened_dtype(stored),
+        }
     }
 
-    /// Sets these dtypes in a cost model.
+    /// Sets the dtypes of mixed precision in a cost model.
     #[expect(clippy::expect_used, reason = "`check` accepts only dtypes that the planner knows")]
     pub(crate) fn set_in_cost(self, model: CostModel) -> CostModel {
         let Some(MixedDtypes { param_dtype, reduce_dtype }) = self.0 else { return model };
@@ -39,8 +46,8 @@ impl Precision {
         model.with_mixed_precision(elem(param_dtype), elem(reduce_dtype))
     }
 
-    /// Rejects dtypes that cannot be trained in. `is_scaled` states whether losses may be scaled to
-    /// keep half-precision gradients from vanishing.
+    /// Rejects dtypes in which a model cannot be trained. `is_scaled` states whether the caller may
+    /// scale losses, so that gradients in f16 do not vanish.
     pub(crate) fn check(self, is_scaled: bool) -> Result<(), TrainingError> {
         let Some(MixedDtypes { param_dtype, reduce_dtype }) = self.0 else { return Ok(()) };
         for (option, dtype) in [("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)] {
@@ -60,7 +67,8 @@ impl Precision {
     }
 }
 
-/// Returns the type in which gradients of this type are added up.
+/// Returns the dtype in which gradients of `dtype` are added up: single precision for half
+/// precision.
 pub(crate) fn widened_dtype(dtype: DType) -> DType {
     if is_half(dtype) { DType::F32 } else { dtype }
 }
@@ -85,12 +93,12 @@ mod tests {
     #[test]
     fn only_floats_are_converted() {
         let mixed = Precision::mixed(DType::BF16, DType::F32);
-        assert_eq!(mixed.computed(DType::F64), DType::BF16);
-        assert_eq!(mixed.reduced(DType::F64), DType::F32);
-        assert_eq!(mixed.computed(DType::U8), DType::U8);
+        assert_eq!(mixed.compute_dtype(DType::F64), DType::BF16);
+        assert_eq!(mixed.reduce_dtype(DType::F64), DType::F32);
+        assert_eq!(mixed.compute_dtype(DType::U8), DType::U8);
         let none = Precision::default();
-        assert_eq!(none.computed(DType::F16), DType::F16);
-        assert_eq!(none.reduced(DType::F16), DType::F32);
+        assert_eq!(none.compute_dtype(DType::F16), DType::F16);
+        assert_eq!(none.reduce_dtype(DType::F16), DType::F32);
     }
 
     #[test]

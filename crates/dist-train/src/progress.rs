@@ -12,7 +12,7 @@ use crate::schedule::Schedule;
 pub(crate) struct Progress {
     /// Number of updates.
     pub(crate) steps: u64,
-    /// Number of batches in these updates; random numbers depend on it.
+    /// Number of batches so far; the random numbers of a batch depend on this number.
     pub(crate) batches: u64,
     pub(crate) seed: Seed,
 }

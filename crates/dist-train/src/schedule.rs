@@ -39,8 +39,9 @@ pub struct Schedule {
 #[serde(rename_all = "snake_case")]
 enum DecayCurve {
     Constant,
-    /// Falls linearly to the floor at this number of updates.
+    /// Falls linearly to the floor, which it reaches after this number of updates.
     Linear(u64),
+    /// Falls like half a cosine wave to the floor, which it reaches after this number of updates.
     Cosine(u64),
     InverseSqrt,
 }
@@ -95,11 +96,11 @@ impl Schedule {
         self.floor + (1.0 - self.floor) * self.height(steps - self.warmup)
     }
 
-    /// Returns the height of the curve, from 0 to 1, `after` updates after the warm-up.
-    fn height(&self, after: u64) -> f64 {
+    /// Returns the height of the curve, from 0 to 1, `n_after` updates after the warm-up.
+    fn height(&self, n_after: u64) -> f64 {
         let progress = |steps: u64| {
             let length = steps.saturating_sub(self.warmup);
-            if after < length { after as f64 / length as f64 } else { 1.0 }
+            if n_after < length { n_after as f64 / length as f64 } else { 1.0 }
         };
         match self.curve {
             DecayCurve::Constant => 1.0,
@@ -107,7 +108,7 @@ impl Schedule {
             DecayCurve::Cosine(steps) => 0.5 * (1.0 + libm::cos(PI * progress(steps))),
             DecayCurve::InverseSqrt => {
                 let unit = if self.warmup == 0 { 10_000.0 } else { self.warmup as f64 };
-                (unit / (after as f64 + unit)).sqrt()
+                (unit / (n_after as f64 + unit)).sqrt()
             }
         }
     }
@@ -117,12 +118,13 @@ impl Schedule {
         let is_fraction = (0.0..=1.0).contains(&self.floor);
         let name = "the least factor of the learning rate";
         Error::check_setting(is_fraction, name, self.floor, "from 0 to 1")?;
-        let ends = match self.curve {
+        let is_shorter = match self.curve {
             DecayCurve::Linear(steps) | DecayCurve::Cosine(steps) => self.warmup < steps,
             DecayCurve::Constant | DecayCurve::InverseSqrt => true,
         };
         let name = "the number of warm-up steps";
-        Error::check_setting(ends, name, self.warmup as f64, "less than the steps of the schedule")
+        let expected = "less than the steps of the schedule";
+        Error::check_setting(is_shorter, name, self.warmup as f64, expected)
     }
 }
 

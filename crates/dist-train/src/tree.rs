@@ -13,10 +13,10 @@ pub(crate) fn map<T: TensorTree>(tree: &T, mut f: impl FnMut(&Tensor) -> Tensor)
 
 /// Calls `f` on each tensor in order and collects the results.
 pub(crate) fn each<R>(tree: &impl TensorTree, mut f: impl FnMut(&Tensor) -> R) -> Vec<R> {
-    let mut said = Vec::new();
+    let mut results = Vec::new();
     map(tree, |leaf| {
-        said.push(f(leaf));
+        results.push(f(leaf));
         leaf.clone()
     });
-    said
+    results
 }

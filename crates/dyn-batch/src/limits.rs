@@ -34,11 +34,11 @@ pub(crate) struct BatchLimits {
 /// The result of admitting a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Admission {
-    /// Counts with its full length.
+    /// The sequence counts with its full length.
     Whole(Sequence),
-    /// Counts with its truncated length.
+    /// The sequence counts with its truncated length.
     Truncated(Sequence),
-    /// Is in no batch.
+    /// The sequence is in no batch.
     Skipped,
 }
 
@@ -76,7 +76,8 @@ impl BatchLimits {
         Ok(limits)
     }
 
-    /// Finds the longest admitted sequence by bisection: if a sequence fits, all shorter ones do.
+    /// Finds the longest admitted sequence by bisection: if a sequence fits, all shorter sequences
+    /// fit.
     fn find_longest(&self) -> Option<u64> {
         if !self.fits(0) {
             return None;
@@ -158,11 +159,11 @@ impl BatchLimits {
         if self.longest.is_some_and(|longest| sequence.length <= longest) {
             return Ok(sequence);
         }
-        Err(self.misfit(sequence))
+        Err(self.misfit_error(sequence))
     }
 
     /// Returns the error for the limit that a sequence exceeds: buckets, tokens or cost.
-    fn misfit(&self, Sequence { index, length }: Sequence) -> Error {
+    fn misfit_error(&self, Sequence { index, length }: Sequence) -> Error {
         let multiple = self.config.batch_size_multiple;
         let max_tokens = self.max_tokens;
         if let Some(largest) = self.last_boundary().filter(|&largest| largest < length) {
@@ -201,7 +202,8 @@ impl BatchLimits {
         Batch { indices, rows, padded_length: self.row_length(longest), real_tokens }
     }
 
-    /// Returns the rows of a batch of `len` sequences: one if packed, else one each.
+    /// Returns the number of rows of a batch of `len` sequences: one if packed, else one per
+    /// sequence.
     pub(crate) fn rows(&self, len: usize) -> u64 {
         if self.is_packing() { 1 } else { len as u64 }
     }
@@ -238,7 +240,7 @@ impl BatchLimits {
     }
 
     /// Returns the size of a full batch among the first `len` sequences of an open batch, or `None`
-    /// if it can grow.
+    /// if the open batch can grow.
     ///
     /// A batch is full as soon as the next group, however short, would exceed `max_rows`. The
     /// result does not depend on later sequences, so waiting for them would only delay the batch.
@@ -251,8 +253,8 @@ impl BatchLimits {
         }
     }
 
-    /// Returns the number of the last `len` sequences in complete groups, and the number in one
-    /// more batch for the remainder.
+    /// Splits the last `len` sequences. Returns the number of sequences in complete groups, and the
+    /// number of sequences in one more batch for the remainder.
     pub(crate) fn split_remainder(&self, len: usize) -> (usize, usize) {
         let surplus = len % self.group_len;
         match self.config.remainder {

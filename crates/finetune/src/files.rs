@@ -1,4 +1,4 @@
-//! Files of folders: reading and listing.
+//! Reads files, and lists the files of folders.
 
 use std::{
     fs, io,
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 /// The file with the sizes and properties of a model.
 pub(crate) const CONFIG: &str = "config.json";
 
-/// Size limit of a file that is read at once. A longer file is not a text, or is an endless device.
+/// Size limit of a file that is read into memory. No configuration or text is longer.
 const MAX_BYTES: u64 = 1 << 30;
 
 /// Reads a file, or returns `None` if it does not exist.
@@ -21,28 +21,35 @@ const MAX_BYTES: u64 = 1 << 30;
 /// [`Error::Io`] if the path is not a regular file, if the file is longer than 1 GiB, or if it cannot
 /// be read.
 pub fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
-    let metadata = match fs::metadata(path) {
-        Ok(metadata) => metadata,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(cause) => return Err(Error::io(path, cause)),
-    };
-    // Opening a pipe would block until a writer opens it.
-    if !metadata.is_file() {
-        return Err(Error::io(path, io::Error::other("it is not a file")));
+    match read(path) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(cause) => Err(Error::io(path, cause)),
     }
-    let mut bytes = Vec::new();
-    fs::File::open(path)
-        .and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes))
-        .map_err(|cause| Error::io(path, cause))?;
-    if bytes.len() as u64 > MAX_BYTES {
-        let message = format!("it is longer than {MAX_BYTES} bytes");
-        return Err(Error::io(path, io::Error::other(message)));
-    }
-    Ok(Some(bytes))
 }
 
-/// Lists the files under a folder, or the file itself, in the same order on every machine. Hidden
-/// files are left out.
+/// Reads a regular file of at most 1 GiB as text.
+pub(crate) fn read_text(path: &Path) -> io::Result<String> {
+    String::from_utf8(read(path)?).map_err(|_| io::ErrorKind::InvalidData.into())
+}
+
+/// Reads a regular file of at most 1 GiB.
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    // Opening a pipe would block until a writer opens it.
+    if !fs::metadata(path)?.is_file() {
+        return Err(io::Error::other("it is not a file"));
+    }
+    let mut bytes = Vec::new();
+    fs::File::open(path)?.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > MAX_BYTES {
+        return Err(io::Error::other(format!("it is longer than {MAX_BYTES} bytes")));
+    }
+    Ok(bytes)
+}
+
+/// Lists the files under a folder in the same order on every machine. Hidden files and the folders
+/// of runs are left out, since a run does not learn from its own files. The list of a file is the
+/// file itself.
 pub(crate) fn list(path: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     add_files(path, &mut files)?;
@@ -53,14 +60,24 @@ pub(crate) fn list(path: &Path) -> Result<Vec<PathBuf>> {
 fn add_files(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     let metadata = fs::metadata(path).map_err(|cause| Error::io(path, cause))?;
     if !metadata.is_dir() {
-        // Pipes and devices may never end.
+        // Pipes and devices are left out, since they may never end.
         files.extend(metadata.is_file().then(|| path.to_path_buf()));
+        return Ok(());
+    }
+    if is_run(path) {
+        tracing::warn!("{} holds a run, so its files are not read as texts", path.display());
         return Ok(());
     }
     let mut entries = entries(path).map_err(|cause| Error::io(path, cause))?;
     entries.retain(|entry| !is_hidden(entry));
     entries.sort();
     entries.iter().try_for_each(|entry| add_files(entry, files))
+}
+
+/// Returns true if a folder is that of a run.
+fn is_run(folder: &Path) -> bool {
+    folder.join("run.json").is_file()
+        && ["metrics.jsonl", "checkpoints"].iter().any(|name| folder.join(name).exists())
 }
 
 fn entries(folder: &Path) -> io::Result<Vec<PathBuf>> {
@@ -74,6 +91,20 @@ fn is_hidden(path: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn runs_are_not_listed() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = dir.path().join("runs/0001");
+        fs::create_dir_all(run.join("checkpoints")).unwrap();
+        for name in ["text.txt", "runs/0001/run.json", "runs/0001/sample.txt", "runs/notes.txt"] {
+            fs::write(dir.path().join(name), name).unwrap();
+        }
+        let expected = ["runs/notes.txt", "text.txt"].map(|name| dir.path().join(name));
+        assert_eq!(list(dir.path()).unwrap(), expected);
+        fs::remove_dir(run.join("checkpoints")).unwrap();
+        assert_eq!(list(&run).unwrap().len(), 2, "run.json alone may be a text");
+    }
 
     #[test]
     fn listing_is_sorted_without_hidden_files() {

@@ -13,8 +13,9 @@ use serde_json::Value;
 
 use crate::{
     error::{Error, Result, folder::FolderError},
-    files::CONFIG,
+    files::{self, CONFIG},
     models::{Llama, LlamaConfig},
+    spec,
     text::tokenizer::{self, Tokenizer},
 };
 
@@ -64,14 +65,15 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// Returns [`Error::Folder`] if the model is not of the Llama family, and [`Error::Tokenizer`]
+    /// Returns [`Error::Folder`] if the model is not of the Llama family, or if a file in the folder
+    /// of a run has changed since the run wrote it, and [`Error::Tokenizer`]
     /// if the tokenizer has a token outside the model's vocabulary or no end-of-text token.
     pub fn open(path: &Path) -> Result<Self> {
         if !path.is_dir() {
             return Err(FolderError::NotAFolder { path: path.into() }.into());
         }
         let file = path.join(CONFIG);
-        let config = fs::read_to_string(&file)
+        let config = files::read_text(&file)
             .map_err(|cause| FolderError::Config { path: file.clone(), cause })?;
         let llama = parse(&file, &config)?;
         let vocab_size = llama.config().vocab_size;
@@ -80,7 +82,12 @@ impl Folder {
         } else {
             Tokenizer::bytes(path, &config, vocab_size)?
         };
-        Ok(Self { path: path.to_owned(), config, llama, tokenizer })
+        let folder = Self { path: path.to_owned(), config, llama, tokenizer };
+        // Weights that cannot be opened are an error of `weights`.
+        if let Ok(weights) = folder.weights() {
+            check_files_beside(path, &weights)?;
+        }
+        Ok(folder)
     }
 
     /// Creates a byte model from a `config.json`, without a folder on disk.
@@ -161,6 +168,28 @@ impl Folder {
         }
         Ok(fingerprint.to_string())
     }
+}
+
+/// Checks the files that a run wrote beside the weights of a model or of adapters. A changed file is
+/// an error in the folder of a run, and a warning in a copy, which people may edit.
+///
+/// # Errors
+///
+/// [`FolderError::ChangedFile`], or [`FolderError::Weights`] if a file cannot be read.
+pub(crate) fn check_files_beside(folder: &Path, weights: &StoredWeights) -> Result<(), FolderError> {
+    let changed = weights.changed_files().map_err(Box::new)?;
+    let is_in_run = folder.parent().is_some_and(|run| run.join(spec::FILE).exists());
+    for name in changed {
+        let path = folder.join(name);
+        if is_in_run {
+            return Err(FolderError::ChangedFile { path });
+        }
+        tracing::warn!(
+            "{} has changed since the run wrote it with its weights, or is missing",
+            path.display()
+        );
+    }
+    Ok(())
 }
 
 fn parse(file: &Path, config: &str) -> Result<Llama, FolderError> {

@@ -7,9 +7,9 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 /// The type of the elements of a parameter.
 ///
 /// Names follow safetensors headers, and ggml for the block types of quantized checkpoints. A
-/// **block** is the smallest number of elements that cannot be cut: one for most types, the
-/// elements that fill whole bytes for types below 8 bits ([`ElemType::F4`]), or the elements that
-/// share a scale for ggml types ([`ElemType::Q4_0`] and the following).
+/// **block** is the smallest number of elements that can be stored separately: one for most types,
+/// the fewest elements that fill whole bytes for types below 8 bits ([`ElemType::F4`]), or the
+/// elements that share a scale for ggml types ([`ElemType::Q4_0`] and the following).
 ///
 /// # Examples
 ///
@@ -94,80 +94,99 @@ pub enum ElemType {
     Q8K,
 }
 
-/// One row per type: name, elements per block, bytes per block, and whether it is trainable.
-const TABLE: [(ElemType, &str, u64, u64, bool); 32] = [
-    (ElemType::F64, "F64", 1, 8, true),
-    (ElemType::F32, "F32", 1, 4, true),
-    (ElemType::F16, "F16", 1, 2, true),
-    (ElemType::Bf16, "BF16", 1, 2, true),
-    (ElemType::F8E4M3, "F8_E4M3", 1, 1, true),
-    (ElemType::F8E5M2, "F8_E5M2", 1, 1, true),
-    (ElemType::F8E8M0, "F8_E8M0", 1, 1, false),
-    (ElemType::F6E2M3, "F6_E2M3", 4, 3, false),
-    (ElemType::F6E3M2, "F6_E3M2", 4, 3, false),
-    (ElemType::F4, "F4", 2, 1, false),
-    (ElemType::C64, "C64", 1, 8, true),
-    (ElemType::I64, "I64", 1, 8, false),
-    (ElemType::I32, "I32", 1, 4, false),
-    (ElemType::I16, "I16", 1, 2, false),
-    (ElemType::I8, "I8", 1, 1, false),
-    (ElemType::U64, "U64", 1, 8, false),
-    (ElemType::U32, "U32", 1, 4, false),
-    (ElemType::U16, "U16", 1, 2, false),
-    (ElemType::U8, "U8", 1, 1, false),
-    (ElemType::Bool, "BOOL", 1, 1, false),
-    (ElemType::Q4_0, "Q4_0", 32, 18, false),
-    (ElemType::Q4_1, "Q4_1", 32, 20, false),
-    (ElemType::Q5_0, "Q5_0", 32, 22, false),
-    (ElemType::Q5_1, "Q5_1", 32, 24, false),
-    (ElemType::Q8_0, "Q8_0", 32, 34, false),
-    (ElemType::Q8_1, "Q8_1", 32, 36, false),
-    (ElemType::Q2K, "Q2_K", 256, 84, false),
-    (ElemType::Q3K, "Q3_K", 256, 110, false),
-    (ElemType::Q4K, "Q4_K", 256, 144, false),
-    (ElemType::Q5K, "Q5_K", 256, 176, false),
-    (ElemType::Q6K, "Q6_K", 256, 210, false),
-    (ElemType::Q8K, "Q8_K", 256, 292, false),
+/// The properties of an [`ElemType`].
+struct ElemProperties {
+    elem: ElemType,
+    name: &'static str,
+    block_numel: u64,
+    block_bytes: u64,
+    is_trainable: bool,
+}
+
+/// The properties of each type, in the order of the variants: a variant is the index of its row.
+const TABLE: [ElemProperties; 32] = [
+    row(ElemType::F64, "F64", 1, 8, true),
+    row(ElemType::F32, "F32", 1, 4, true),
+    row(ElemType::F16, "F16", 1, 2, true),
+    row(ElemType::Bf16, "BF16", 1, 2, true),
+    row(ElemType::F8E4M3, "F8_E4M3", 1, 1, true),
+    row(ElemType::F8E5M2, "F8_E5M2", 1, 1, true),
+    row(ElemType::F8E8M0, "F8_E8M0", 1, 1, false),
+    row(ElemType::F6E2M3, "F6_E2M3", 4, 3, false),
+    row(ElemType::F6E3M2, "F6_E3M2", 4, 3, false),
+    row(ElemType::F4, "F4", 2, 1, false),
+    row(ElemType::C64, "C64", 1, 8, true),
+    row(ElemType::I64, "I64", 1, 8, false),
+    row(ElemType::I32, "I32", 1, 4, false),
+    row(ElemType::I16, "I16", 1, 2, false),
+    row(ElemType::I8, "I8", 1, 1, false),
+    row(ElemType::U64, "U64", 1, 8, false),
+    row(ElemType::U32, "U32", 1, 4, false),
+    row(ElemType::U16, "U16", 1, 2, false),
+    row(ElemType::U8, "U8", 1, 1, false),
+    row(ElemType::Bool, "BOOL", 1, 1, false),
+    row(ElemType::Q4_0, "Q4_0", 32, 18, false),
+    row(ElemType::Q4_1, "Q4_1", 32, 20, false),
+    row(ElemType::Q5_0, "Q5_0", 32, 22, false),
+    row(ElemType::Q5_1, "Q5_1", 32, 24, false),
+    row(ElemType::Q8_0, "Q8_0", 32, 34, false),
+    row(ElemType::Q8_1, "Q8_1", 32, 36, false),
+    row(ElemType::Q2K, "Q2_K", 256, 84, false),
+    row(ElemType::Q3K, "Q3_K", 256, 110, false),
+    row(ElemType::Q4K, "Q4_K", 256, 144, false),
+    row(ElemType::Q5K, "Q5_K", 256, 176, false),
+    row(ElemType::Q6K, "Q6_K", 256, 210, false),
+    row(ElemType::Q8K, "Q8_K", 256, 292, false),
 ];
+
+const fn row(
+    elem: ElemType,
+    name: &'static str,
+    block_numel: u64,
+    block_bytes: u64,
+    is_trainable: bool,
+) -> ElemProperties {
+    ElemProperties { elem, name, block_numel, block_bytes, is_trainable }
+}
 
 impl ElemType {
     /// Returns the type with this name in safetensors or ggml, or `None` if it is unknown.
     #[doc(hidden)]
     pub fn from_name(name: &str) -> Option<Self> {
-        TABLE.iter().find(|row| row.1 == name).map(|row| row.0)
+        TABLE.iter().find(|row| row.name == name).map(|row| row.elem)
     }
 
     /// Returns the name of this type in files.
     pub const fn name(self) -> &'static str {
-        TABLE[self as usize].1
+        TABLE[self as usize].name
     }
 
     /// Returns the number of elements in a block: 1 for types of whole bytes.
     #[doc(hidden)]
     pub const fn block_numel(self) -> u64 {
-        TABLE[self as usize].2
+        TABLE[self as usize].block_numel
     }
 
     /// Returns the number of bytes in a block.
     #[doc(hidden)]
     pub const fn block_bytes(self) -> u64 {
-        TABLE[self as usize].3
+        TABLE[self as usize].block_bytes
     }
 
     /// Returns true if parameters of this type can be trained: real and complex floats of at least
     /// 8 bits, except scales.
     pub(crate) const fn is_trainable(self) -> bool {
-        TABLE[self as usize].4
+        TABLE[self as usize].is_trainable
     }
 
     /// Returns the bytes of `n_elems` elements, which must form whole blocks.
-    pub(crate) fn block_bytes_for(self, n_elems: u64) -> u64 {
+    pub(crate) fn bytes_of_blocks(self, n_elems: u64) -> u64 {
         n_elems / self.block_numel() * self.block_bytes()
     }
 
-    /// Returns the bytes of `n_elems` elements, rounded up to whole blocks. Both numbers
-    /// have 128 bits, because sums over a cluster may exceed 64 bits.
-    pub(crate) fn bytes(self, n_elems: u128) -> u128 {
+    /// Returns the bytes of `n_elems` elements, rounded up to whole blocks. Both numbers have 128
+    /// bits, because sums over a cluster may exceed 64 bits.
+    pub(crate) fn rounded_up_bytes(self, n_elems: u128) -> u128 {
         let n_blocks = match self.block_numel() {
             1 => n_elems, // avoids a 128-bit division for nearly all types
             block_numel => n_elems.div_ceil(block_numel.into()),
@@ -201,7 +220,8 @@ mod tests {
 
     #[test]
     fn table_rows_follow_the_enum() {
-        for (position, (elem, name, block_numel, block_bytes, _)) in TABLE.into_iter().enumerate() {
+        for (position, row) in TABLE.into_iter().enumerate() {
+            let ElemProperties { elem, name, block_numel, block_bytes, .. } = row;
             assert_eq!(elem as usize, position);
             assert_eq!(ElemType::from_name(name), Some(elem));
             assert_eq!(
@@ -216,7 +236,7 @@ mod tests {
         for (elem, n_elems, bytes) in
             [(ElemType::F4, 3, 2), (ElemType::F6E2M3, 5, 6), (ElemType::Q4K, 257, 288)]
         {
-            assert_eq!(elem.bytes(n_elems), bytes);
+            assert_eq!(elem.rounded_up_bytes(n_elems), bytes);
         }
     }
 }

@@ -80,8 +80,8 @@ impl Pattern {
 }
 
 impl ParameterInfo {
-    /// Sets layer and unit to the shortest prefix of the name that `pattern` matches; without a
-    /// match they stay as they are.
+    /// Sets layer and unit to the shortest prefix of the name that `pattern` matches. Without a
+    /// match, layer and unit are unchanged.
     ///
     /// With `model.layers.*.mlp.experts.*` each expert becomes a layer and a unit of its own.
     #[must_use]
@@ -120,7 +120,7 @@ fn check(text: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns the largest number of open braces at one place, braces within brackets included.
+/// Returns the largest number of braces that are open at once, including braces within brackets.
 fn brace_depth(text: &str) -> usize {
     let mut depth: usize = 0;
     let mut deepest = 0;

@@ -178,7 +178,7 @@ impl<'a> Reshard<'a> {
     /// Linear in the number of shards of both plans. Nothing is stored.
     pub fn moves(&self) -> impl Iterator<Item = ShardMove> {
         self.all_overlaps().flat_map(move |(param_idx, overlap)| {
-            let ranks = self.needed_by(&overlap);
+            let ranks = self.ranks_needing(&overlap);
             ranks.filter_map(move |rank| self.to_move(param_idx, &overlap, rank))
         })
     }
@@ -208,7 +208,7 @@ impl<'a> Reshard<'a> {
         let mut volume = MoveVolume::default();
         for (param_idx, overlap) in self.all_overlaps() {
             let bytes = u128::from(self.bytes(param_idx, &overlap.range));
-            for rank in self.needed_by(&overlap) {
+            for rank in self.ranks_needing(&overlap) {
                 if self.source(&overlap, rank) == self.places[index(rank)] {
                     volume.stay_bytes += bytes;
                 } else {
@@ -223,7 +223,8 @@ impl<'a> Reshard<'a> {
     /// Returns the overlaps of all parameters with their indices.
     fn all_overlaps(&self) -> impl Iterator<Item = (usize, OwnedOverlap)> {
         self.to.parameters().iter().enumerate().flat_map(move |(param_idx, parameter)| {
-            let needed = parameter.division().parts(self.to.shares(), 0..parameter.info().numel());
+            let needed =
+                parameter.prepared_cut().parts(self.to.shares(), 0..parameter.info().numel());
             let overlaps = needed
                 .into_iter()
                 .flat_map(move |(new, range)| self.overlaps(param_idx, range, new));
@@ -231,19 +232,20 @@ impl<'a> Reshard<'a> {
         })
     }
 
-    /// Splits a `range` that `new` needs by its old owners.
+    /// Splits a `range` that the member `new` needs into the parts of its old owners.
     fn overlaps(
         &self,
         param_idx: usize,
         range: Range<u64>,
         new: Option<u64>,
     ) -> impl Iterator<Item = OwnedOverlap> + use<> {
-        let owned = self.from.parameters()[param_idx].division().parts(self.from.shares(), range);
+        let owned =
+            self.from.parameters()[param_idx].prepared_cut().parts(self.from.shares(), range);
         owned.into_iter().map(move |(old, range)| OwnedOverlap { range, old, new })
     }
 
     /// Returns the new ranks that need an overlap: one per replica, or all.
-    fn needed_by(&self, overlap: &OwnedOverlap) -> impl Iterator<Item = u64> + use<> {
+    fn ranks_needing(&self, overlap: &OwnedOverlap) -> impl Iterator<Item = u64> + use<> {
         let (first, step) = match overlap.new {
             Some(member) => (member, self.to.shard_group().as_usize()),
             None => (0, 1),
@@ -251,8 +253,8 @@ impl<'a> Reshard<'a> {
         (first..self.to.world_size().as_u64()).step_by(step)
     }
 
-    /// Returns the old rank that provides an overlap to the new `rank`: the rank at its own place
-    /// if that one has it.
+    /// Returns the old rank that provides an overlap to the new `rank`. It is the old rank at the
+    /// same place, if that rank has the overlap.
     fn source(&self, overlap: &OwnedOverlap, rank: u64) -> u64 {
         let place = self.places[index(rank)];
         let old_world = self.from.world_size().as_u64();
@@ -281,7 +283,7 @@ impl<'a> Reshard<'a> {
     }
 
     fn bytes(&self, param_idx: usize, range: &Range<u64>) -> u64 {
-        self.from.parameters()[param_idx].info().dtype().block_bytes_for(range.end - range.start)
+        self.from.parameters()[param_idx].info().dtype().bytes_of_blocks(range.end - range.start)
     }
 }
 

@@ -123,7 +123,7 @@ impl Search {
     pub fn run(&self, parameters: &[ParameterInfo]) -> Result<SearchOutcome> {
         let mut found: Option<PlanCandidate> = None;
         let mut smallest: Option<PlanCandidate> = None;
-        // Overwritten by the error of a layout unless one can be planned.
+        // If no layout can be planned, the error of the last layout replaces this one.
         let mut error = Error::Parameters(ParameterError::Empty);
         let world = self.world_size.as_u64();
         for group in (1..=world).filter(|group| world.is_multiple_of(*group)) {
@@ -181,7 +181,8 @@ impl Search {
     }
 }
 
-/// Replaces `best` by `candidate` if `is_better` says so.
+/// Replaces `best` by `candidate` if there is no best candidate yet, or if `is_better` returns
+/// true.
 fn keep_best(
     best: &mut Option<PlanCandidate>,
     candidate: PlanCandidate,

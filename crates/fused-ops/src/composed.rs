@@ -1,4 +1,4 @@
-//! The same operations, composed of candle's differentiable operations.
+//! The operations of this crate, composed of candle's differentiable operations.
 //!
 //! They run on devices without kernels of this crate, and its tests compare the kernels with them.
 //! The arguments are the same as for the functions with the same names at the root of the crate.
@@ -16,9 +16,9 @@ use crate::{
     },
 };
 
-/// Applies `f` to these inputs. It computes halves in single precision and rounds once: their
-/// squares would overflow, and their sums lose small terms.
-fn widened<const N: usize>(
+/// Applies `f`, to f32 copies of inputs in half precision, and then rounds the result once. In half
+/// precision, squares would overflow and sums would lose small terms.
+fn compute_halves_in_f32<const N: usize>(
     inputs: [&Tensor; N],
     f: impl FnOnce([&Tensor; N]) -> Result<Tensor>,
 ) -> Result<Tensor> {
@@ -34,7 +34,9 @@ fn widened<const N: usize>(
 }
 
 pub(crate) fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
-    widened([x, weight], |[x, weight]| rms_normalize(x, epsilon)?.broadcast_mul(weight))
+    compute_halves_in_f32([x, weight], |[x, weight]| {
+        rms_normalize(x, epsilon)?.broadcast_mul(weight)
+    })
 }
 
 pub(crate) fn layer_norm(
@@ -48,10 +50,10 @@ pub(crate) fn layer_norm(
         rms_normalize(&centered, epsilon)?.broadcast_mul(weight)
     };
     match bias {
-        None => widened([x, weight], scaled),
-        Some(bias) => {
-            widened([x, weight, bias], |[x, weight, bias]| scaled([x, weight])?.broadcast_add(bias))
-        }
+        None => compute_halves_in_f32([x, weight], scaled),
+        Some(bias) => compute_halves_in_f32([x, weight, bias], |[x, weight, bias]| {
+            scaled([x, weight])?.broadcast_add(bias)
+        }),
     }
 }
 
@@ -82,7 +84,7 @@ pub(crate) fn linear_rope(
 }
 
 pub(crate) fn activation(x: &Tensor, activation: Activation) -> Result<Tensor> {
-    widened([x], |[x]| match activation {
+    compute_halves_in_f32([x], |[x]| match activation {
         Activation::Relu => x.relu(),
         // Not `gelu_erf`: a constant in its gradient has only six digits.
         Activation::Gelu => (x * 0.5)? * ((x * std::f64::consts::FRAC_1_SQRT_2)?.erf()? + 1.0)?,
@@ -95,7 +97,7 @@ pub(crate) fn activation(x: &Tensor, activation: Activation) -> Result<Tensor> {
 }
 
 pub(crate) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    widened([gate, up], |[gate, up]| activation(gate, Activation::Silu)? * up)
+    compute_halves_in_f32([gate, up], |[gate, up]| activation(gate, Activation::Silu)? * up)
 }
 
 pub(crate) fn swiglu_mlp(
@@ -112,19 +114,19 @@ pub(crate) fn swiglu_mlp(
 }
 
 pub(crate) fn softmax(x: &Tensor) -> Result<Tensor> {
-    widened([x], |[x]| candle_nn::ops::softmax(x, D::Minus1))
+    compute_halves_in_f32([x], |[x]| candle_nn::ops::softmax(x, D::Minus1))
 }
 
 pub(crate) fn log_softmax(x: &Tensor) -> Result<Tensor> {
-    widened([x], |[x]| candle_nn::ops::log_softmax(x, D::Minus1))
+    compute_halves_in_f32([x], |[x]| candle_nn::ops::log_softmax(x, D::Minus1))
 }
 
 /// `x` [batch, heads, length, size], `cos` and `sin` [length, size / 2].
 pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: PairLayout) -> Result<Tensor> {
-    widened([x, cos, sin], |[x, cos, sin]| rotated(x, cos, sin, pairs))
+    compute_halves_in_f32([x, cos, sin], |[x, cos, sin]| rotate_pairs(x, cos, sin, pairs))
 }
 
-fn rotated(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: PairLayout) -> Result<Tensor> {
+fn rotate_pairs(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: PairLayout) -> Result<Tensor> {
     let half = x.dim(D::Minus1)? / 2;
     match pairs {
         PairLayout::Halves => {
@@ -155,7 +157,7 @@ pub(crate) fn embedding(table: &Tensor, indices: &Tensor) -> Result<Tensor> {
 }
 
 pub(crate) fn dropout(x: &Tensor, drop: DropSpec) -> Result<Tensor> {
-    // The kernel says which, so that all devices drop the same elements.
+    // The kernel chooses the elements, so that all devices drop the same elements.
     let scales = dropout::apply(&vec![1_f32; x.elem_count()], drop);
     let kept = Tensor::from_vec(scales, x.shape(), &Device::Cpu)?.ne(0_f32)?;
     (x * kept.to_device(x.device())?.to_dtype(x.dtype())?)? * drop.scale
@@ -198,19 +200,19 @@ fn hidden_keys(
         Some(lengths) => lengths[..batch].to_vec(),
         None => vec![keys],
     };
-    let seen = |length: usize| {
+    let n_visible = |length: usize| {
         (0..queries).map(move |query| {
             if config.causal { length.min(keys - queries + query + 1) } else { length }
         })
     };
-    let seen: Vec<u32> =
-        lengths.iter().flat_map(|&length| seen(length)).map(|n| n as u32).collect();
-    let seen = Tensor::from_vec(seen, (lengths.len(), 1, queries, 1), device)?;
+    let counts: Vec<u32> =
+        lengths.iter().flat_map(|&length| n_visible(length)).map(|n| n as u32).collect();
+    let visible_keys = Tensor::from_vec(counts, (lengths.len(), 1, queries, 1), device)?;
     let is_hidden = Tensor::arange(0, keys as u32, device)?
         .broadcast_as((lengths.len(), 1, queries, keys))?
-        .broadcast_ge(&seen)?;
-    let number = |number: f32| Tensor::new(number, device)?.broadcast_as(is_hidden.shape());
-    is_hidden.where_cond(&number(f32::NEG_INFINITY)?, &number(0.0)?)
+        .broadcast_ge(&visible_keys)?;
+    let fill = |value: f32| Tensor::new(value, device)?.broadcast_as(is_hidden.shape());
+    is_hidden.where_cond(&fill(f32::NEG_INFINITY)?, &fill(0.0)?)
 }
 
 /// Repeats each head of [batch, length, key heads, size] up to `heads` heads.
@@ -242,27 +244,18 @@ pub(crate) fn attention_packed(
     attention(&query, &key, &value, config)?.flatten_from(2)
 }
 
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "candle's indices are u32, and no device holds a tensor of more rows"
+)]
 pub(crate) fn cross_entropy(
     logits: &Tensor,
     targets: &[RowTarget],
     smoothing: f64,
     class_weights: Option<&[f64]>,
 ) -> Result<Tensor> {
-    widened([logits], |[logits]| summed_cross_entropy(logits, targets, smoothing, class_weights))
-}
-
-#[expect(
-    clippy::cast_possible_truncation,
-    reason = "candle's indices are u32, and no device holds a tensor of more rows"
-)]
-fn summed_cross_entropy(
-    logits: &Tensor,
-    targets: &[RowTarget],
-    smoothing: f64,
-    class_weights: Option<&[f64]>,
-) -> Result<Tensor> {
     let classes = logits.dim(D::Minus1)?;
-    // Rows that do not count are left out, so that their logits may be anything.
+    // Leave out rows of weight 0, whose logits may be NaN.
     let counting = targets.iter().enumerate().filter(|(_, target)| target.weight != 0.0);
     let (rows, targets): (Vec<_>, Vec<_>) =
         counting.map(|(row, target)| (row as u32, *target)).unzip();
@@ -276,26 +269,27 @@ fn summed_cross_entropy(
             .to_device(logits.device())
     };
     let class_weight = |class: usize| class_weights.map_or(1.0, |weights| weights[class]);
-    let own = |target: &RowTarget| target.weight * (1.0 - smoothing) * class_weight(target.class);
-    let own = column(targets.iter().map(own).collect())?;
-    let spread = |target: &RowTarget| target.weight * smoothing / classes as f64;
-    let spread = column(targets.iter().map(spread).collect())?;
-    let class_weights: Vec<f64> = (0..classes).map(class_weight).collect();
-    let class_weights = Tensor::new(class_weights, &Device::Cpu)?
+    let own_weight =
+        |target: &RowTarget| target.weight * (1.0 - smoothing) * class_weight(target.class);
+    let own_weights = column(targets.iter().map(own_weight).collect())?;
+    let spread_weight = |target: &RowTarget| target.weight * smoothing / classes as f64;
+    let spread_weights = column(targets.iter().map(spread_weight).collect())?;
+    let all_class_weights: Vec<f64> = (0..classes).map(class_weight).collect();
+    let class_weight_row = Tensor::new(all_class_weights, &Device::Cpu)?
         .to_dtype(logits.dtype())?
         .to_device(logits.device())?;
 
     let index = Tensor::new(rows.as_slice(), logits.device())?;
     let logits = logits.reshape(((), classes))?.index_select(&index, 0)?;
     let log_probabilities = log_softmax(&logits)?;
-    let target: Vec<_> = targets.iter().map(|target| target.class as u32).collect();
-    let target = Tensor::from_vec(target, (targets.len(), 1), logits.device())?;
-    let own = (log_probabilities.gather(&target, 1)? * own)?.sum_all()?;
+    let class_indices: Vec<_> = targets.iter().map(|target| target.class as u32).collect();
+    let target_classes = Tensor::from_vec(class_indices, (targets.len(), 1), logits.device())?;
+    let own = (log_probabilities.gather(&target_classes, 1)? * own_weights)?.sum_all()?;
     if smoothing == 0.0 {
         return own.neg();
     }
-    let all = log_probabilities.broadcast_mul(&class_weights)?.sum_keepdim(1)?;
-    (own + (all * spread)?.sum_all()?)?.neg()
+    let all = log_probabilities.broadcast_mul(&class_weight_row)?.sum_keepdim(1)?;
+    (own + (all * spread_weights)?.sum_all()?)?.neg()
 }
 
 #[cfg(test)]

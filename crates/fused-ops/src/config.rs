@@ -10,8 +10,8 @@ pub enum Activation {
     Relu,
     /// x·Φ(x), Φ being the distribution function of the standard normal.
     Gelu,
-    /// The approximation of [`Gelu`](Self::Gelu) by a hyperbolic tangent, off by up to 0.0005: the
-    /// GELU of GPT-2, and of candle's `Tensor::gelu`.
+    /// The approximation of [`Gelu`](Self::Gelu) by a hyperbolic tangent, with an error of up to
+    /// 0.0005: the GELU of GPT-2, and of candle's `Tensor::gelu`.
     GeluTanh,
     /// x / (1 + e^−x), also called swish.
     Silu,
@@ -69,8 +69,8 @@ impl AttentionConfig {
 
 /// The key of the random numbers that choose the dropped elements.
 ///
-/// The same key drops the same elements, so each dropout of a run needs another `call`, for example
-/// step · layers + layer.
+/// The same key drops the same elements, so each dropout of a run needs a different `call`, for
+/// example step · layers + layer.
 ///
 /// With the right `offset`, a slice of a tensor, such as the rows of one device, drops the same
 /// elements as the full tensor.

@@ -13,11 +13,11 @@ use crate::{
 /// `inputs`.
 ///
 /// candle's own custom operations have at most three inputs, and compute when they are applied.
-/// Here the caller has already computed `output`, from any number of inputs, on any device; its own
-/// history is dropped. Each backward pass of candle calls `backward` at most once, without a lock,
-/// with the output and its gradient. `backward` returns a gradient for each input in turn, of the
-/// input's shape. The gradient of an input that does not [track](Tensor::track_op) operations is
-/// dropped, and the gradient of a variable may be `None`.
+/// Here the caller has already computed `output`, from any number of inputs, on any device; the
+/// copy does not keep the history of `output`. Each backward pass of candle calls `backward` at
+/// most once, without a lock, with the output and its gradient. `backward` returns a gradient for
+/// each input in turn, of the input's shape. The gradient of an input that does not
+/// [track](Tensor::track_op) operations is dropped, and the gradient of a variable may be `None`.
 ///
 /// Several threads may differentiate the result at once, like any tensor of candle.
 ///
@@ -59,8 +59,8 @@ where
     if !inputs.iter().any(|input| input.track_op()) {
         return Ok(output.detach());
     }
-    let wanted = inputs.iter().map(|input| GradientUse::new(input)).collect();
-    record_copy(inputs, output, CustomBackward { backward, wanted })
+    let grad_uses = inputs.iter().map(|input| GradientUse::new(input)).collect();
+    record_copy(inputs, output, CustomBackward { backward, grad_uses })
 }
 
 /// Returns the gradients of all variables that `output` depends on, starting from its gradient
@@ -111,8 +111,8 @@ pub fn backward_from_many(
 ) -> Result<GradStore> {
     let mut seeds = outputs.into_iter().map(|(output, grad)| seed(&output, grad));
     let Some(first) = seeds.next() else { return Ok(GradStore::default()) };
-    let all = seeds.try_fold(first?, |all, seed| Ok::<_, Error>((all + seed?)?))?;
-    Ok(all.backward()?)
+    let sum = seeds.try_fold(first?, |sum, seed| Ok::<_, Error>((sum + seed?)?))?;
+    Ok(sum.backward()?)
 }
 
 /// Returns a scalar whose backward pass starts at `output` with the gradient `grad`. The scalar has
@@ -175,15 +175,16 @@ where
     };
     let collected =
         Arc::new(CollectedGradients { outputs: OnceLock::new(), grads: Mailbox::default() });
-    // All outputs depend on the token, so candle visits it after the outputs.
+    // In the backward pass, candle visits the token after all outputs, because each output has the
+    // token as its input.
     let zeros = Tensor::zeros(outputs.len(), DType::F32, tracked.device())?;
     let token = with_backward(inputs, &zeros, {
         let collected = Arc::clone(&collected);
-        move |_, grad| {
+        move |_, token_grad| {
             let outputs = collected.outputs.get();
             let outputs = outputs.ok_or_else(|| candle_core::Error::msg("an output is missing"))?;
             let mut grads = vec![None; outputs.len()];
-            for (index, grad) in collected.grads.take(&grad)? {
+            for (index, grad) in collected.grads.take(&token_grad)? {
                 grads[index] = Some(grad);
             }
             backward(outputs, grads)
@@ -218,26 +219,27 @@ struct CollectedGradients {
 
 struct CustomBackward<F> {
     backward: F,
-    wanted: Vec<GradientUse>,
+    /// The use of each input's gradient.
+    grad_uses: Vec<GradientUse>,
 }
 
 /// The use of an input's gradient in candle's backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum GradientUse {
-    /// Dropped, because candle would store it without using it.
-    No,
-    /// Returned if there is one: the input is a variable.
+    /// The input is not tracked: candle would store the gradient without using it.
+    Dropped,
+    /// The input is a variable, which may have no gradient.
     Optional,
-    /// Required: candle panics without it.
-    Yes,
+    /// The input is a tracked result: candle panics if it has no gradient.
+    Required,
 }
 
 impl GradientUse {
     fn new(input: &Tensor) -> Self {
         match (input.track_op(), input.is_variable()) {
-            (false, _) => Self::No,
+            (false, _) => Self::Dropped,
             (true, true) => Self::Optional,
-            (true, false) => Self::Yes,
+            (true, false) => Self::Required,
         }
     }
 }
@@ -254,24 +256,25 @@ where
         [grad]: [Option<Tensor>; 1],
     ) -> Result<Vec<Option<Tensor>>> {
         // candle calls an operation only for a gradient of its output.
-        let grad = grad.ok_or_else(|| candle_core::Error::msg("an output has no gradient"))?;
-        let mut grads = (self.backward)(output, grad)?;
-        if grads.len() != self.wanted.len() {
+        let output_grad =
+            grad.ok_or_else(|| candle_core::Error::msg("an output has no gradient"))?;
+        let mut grads = (self.backward)(output, output_grad)?;
+        if grads.len() != self.grad_uses.len() {
             return Err(candle_core::Error::msg(format!(
                 "{} gradients for an operation of {} inputs",
                 grads.len(),
-                self.wanted.len()
+                self.grad_uses.len()
             ))
             .into());
         }
-        for (input, (grad, wanted)) in grads.iter_mut().zip(&self.wanted).enumerate() {
-            match wanted {
-                GradientUse::No => *grad = None,
-                GradientUse::Yes if grad.is_none() => {
+        for (input, (grad, grad_use)) in grads.iter_mut().zip(&self.grad_uses).enumerate() {
+            match grad_use {
+                GradientUse::Dropped => *grad = None,
+                GradientUse::Required if grad.is_none() => {
                     let message = format!("input {input} got no gradient");
                     return Err(candle_core::Error::msg(message).into());
                 }
-                GradientUse::Optional | GradientUse::Yes => {}
+                GradientUse::Optional | GradientUse::Required => {}
             }
         }
         Ok(grads)

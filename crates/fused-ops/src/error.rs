@@ -12,31 +12,31 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An input has another shape than the operation asks for.
+    /// An input has a different shape than the operation requires.
     #[error("{op}: {input} has the shape {found:?}, expected {expected}")]
     Shape {
         /// The operation.
         op: &'static str,
         /// The name of the input.
         input: &'static str,
-        /// The shape that it has.
+        /// The shape of the input.
         found: Vec<usize>,
-        /// The shape that it must have, in words or numbers.
+        /// The required shape, in words or numbers.
         expected: String,
     },
-    /// An input has a type that the operation does not take.
+    /// An input has a type that the operation does not support.
     #[error("{op}: {input} has the type {}, expected {expected}", found.as_str())]
     DType {
         /// The operation.
         op: &'static str,
         /// The name of the input.
         input: &'static str,
-        /// The type that it has.
+        /// The type of the input.
         found: DType,
-        /// The types that it may have, in words.
+        /// The supported types, in words.
         expected: &'static str,
     },
-    /// Two inputs lie on different devices.
+    /// Two inputs are on different devices.
     #[error("{op}: the inputs lie on {first:?} and {other:?}")]
     Device {
         /// The operation.
@@ -46,7 +46,7 @@ pub enum Error {
         /// The device of the other input.
         other: DeviceLocation,
     },
-    /// An input without a gradient would need one.
+    /// An input that the operation does not differentiate depends on a variable.
     #[error("{op}: {input} gets no gradient, but depends on a variable; detach it")]
     Gradient {
         /// The operation.
@@ -54,7 +54,8 @@ pub enum Error {
         /// The name of the input.
         input: &'static str,
     },
-    /// A function depends on a variable that would get no gradient.
+    /// A checkpointed function depends on a variable that is not listed, and so would get no
+    /// gradient.
     #[error("{op}: the function reads a variable of shape {shape:?} that is not among `vars`")]
     Variable {
         /// The operation.
@@ -83,10 +84,10 @@ pub enum Error {
         name: &'static str,
         /// Its value.
         value: f64,
-        /// The values that it may have, in words or numbers.
+        /// The valid values, in words or numbers.
         expected: String,
     },
-    /// candle refused a step.
+    /// candle returned an error.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
 }

@@ -26,8 +26,8 @@
 //! [`swiglu_mlp`]: crate::swiglu_mlp()
 //! [`with_backward`]: crate::with_backward()
 //! [`with_backward_many`]: crate::with_backward_many()
-// The README's links go to the registry. The first of two definitions counts: on this page, where
-// those above come first, they go to the crate itself.
+// The README defines these links too, to the registry. The first of two definitions counts, so on
+// this page the links go to the crate itself.
 #![doc = include_str!("../README.md")]
 
 mod autograd;

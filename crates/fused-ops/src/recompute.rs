@@ -15,9 +15,9 @@ const OP: &str = "checkpoint";
 /// Returns `f(x)` without keeping its intermediate results, which the backward pass recomputes:
 /// PyTorch's `torch.utils.checkpoint` and JAX's `jax.checkpoint`.
 ///
-/// Between the passes only `x` and the result are kept. `f` must return the same result both times,
-/// so its random numbers must follow from a key, as in [`dropout`](crate::dropout()). A checkpointed
-/// block computes its forward pass twice, and takes about a third more time in all.
+/// Between the passes, only `x` and the result are stored. `f` must return the same result both
+/// times, so it must derive its random numbers from a key, as in [`dropout`](crate::dropout()). A
+/// checkpointed block computes its forward pass twice, and takes about a third more time in all.
 ///
 /// `vars` are the variables that `f` reads.
 ///
@@ -55,18 +55,18 @@ where
     F: Fn(&Tensor) -> candle_core::Result<Tensor> + Send + Sync + 'static,
 {
     let y = f(&x.detach())?;
-    check(vars, &y)?;
-    let vars = distinct(vars);
+    check_variables(vars, &y)?;
+    let vars = remove_duplicates(vars);
     let inputs: Vec<_> = [x].into_iter().chain(vars.iter().map(Var::as_tensor)).collect();
     if !inputs.iter().any(|input| input.track_op()) {
         return Ok(y);
     }
-    let recompute = Recompute { f, x: x.detach(), wants_x: x.track_op(), vars: vars.clone() };
+    let recompute = Recompute { f, x: x.detach(), is_x_tracked: x.track_op(), vars: vars.clone() };
     record_copy(&inputs, &y, recompute)
 }
 
 /// Rejects a result that depends on a variable outside of `vars`.
-fn check(vars: &[Var], y: &Tensor) -> Result<()> {
+fn check_variables(vars: &[Var], y: &Tensor) -> Result<()> {
     for node in y.sorted_nodes() {
         if node.is_variable() && vars.iter().all(|var| var.id() != node.id()) {
             return Err(Error::Variable { op: OP, shape: node.dims().to_vec() });
@@ -76,7 +76,7 @@ fn check(vars: &[Var], y: &Tensor) -> Result<()> {
 }
 
 /// Returns the variables without duplicates, which would add the gradient twice.
-fn distinct(vars: &[Var]) -> Vec<Var> {
+fn remove_duplicates(vars: &[Var]) -> Vec<Var> {
     let mut distinct: Vec<Var> = Vec::with_capacity(vars.len());
     for var in vars {
         if distinct.iter().all(|other| other.id() != var.id()) {
@@ -90,7 +90,7 @@ fn distinct(vars: &[Var]) -> Vec<Var> {
 struct Recompute<F> {
     f: F,
     x: Tensor,
-    wants_x: bool,
+    is_x_tracked: bool,
     vars: Vec<Var>,
 }
 
@@ -115,7 +115,7 @@ where
             Some(grad) => Ok(Some(grad.clone())),
             None => Ok(Some(var.zeros_like()?)),
         };
-        let grad_x = if self.wants_x { gradient(&x)? } else { None };
+        let grad_x = if self.is_x_tracked { gradient(&x)? } else { None };
         [Ok(grad_x)].into_iter().chain(self.vars.iter().map(gradient)).collect()
     }
 }

@@ -4,16 +4,16 @@ use candle_core::{DType, Tensor};
 
 use crate::error::{Error, Result};
 
-/// The form in which an operation runs.
+/// The implementation that runs an operation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Route {
-    /// By kernels for f32.
+    /// The f32 kernels.
     F32,
-    /// By kernels for f64.
+    /// The f64 kernels.
     F64,
     /// The f32 kernels, for inputs of this type; the result is rounded to it once.
     Half(DType),
-    /// By candle's differentiable operations, on a device that we have no kernels for.
+    /// candle's differentiable operations, on a device without kernels of this crate.
     Composed,
 }
 
@@ -49,8 +49,8 @@ impl Route {
 
 /// Calls `$fused::<T>` for the type of the inputs, or evaluates the composed form.
 ///
-/// Halves become f32 by candle's differentiable conversion, so that their gradients come back as
-/// halves.
+/// Inputs in half precision are converted to f32 by candle's differentiable conversion, so that
+/// their gradients have half precision too.
 macro_rules! route {
     (
         $op:literal, [$($input:ident),+],
@@ -71,7 +71,7 @@ macro_rules! route {
 
 pub(crate) use route;
 
-/// Refuses a shape.
+/// Returns an error if `tensor` does not have the shape `expected`.
 pub(crate) fn check_shape(
     op: &'static str,
     input: &'static str,

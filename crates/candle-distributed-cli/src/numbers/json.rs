@@ -32,7 +32,8 @@ pub(super) fn read<T: Number>(list: &NumberList, source: impl Read) -> Result<Ve
             }
         })
     };
-    numbers.map_err(|fault| Error::json(&list.path, "a list of numbers", fault).hinted(list.hint))
+    numbers
+        .map_err(|fault| Error::json(&list.path, "a list of numbers", fault).with_hint(list.hint))
 }
 
 /// The output of `sample --format json`.
@@ -47,7 +48,7 @@ const MAX_LINE_BYTES: u64 = 1 << 26;
 
 /// Reads a number from the field `name` of each line: the number itself, or the length of a list.
 /// Blank lines are skipped.
-pub(super) fn field_of_lines<T: Number>(
+pub(super) fn read_field_of_lines<T: Number>(
     list: NumberList,
     mut source: impl BufRead + 'static,
     name: String,
@@ -58,9 +59,9 @@ pub(super) fn field_of_lines<T: Number>(
         loop {
             line.clear();
             n_lines += 1;
-            let read = source.by_ref().take(MAX_LINE_BYTES + 1).read_until(b'\n', &mut line);
-            match read {
-                Err(fault) => return Some(Err(list.unreadable(fault))),
+            let outcome = source.by_ref().take(MAX_LINE_BYTES + 1).read_until(b'\n', &mut line);
+            match outcome {
+                Err(fault) => return Some(Err(list.read_error(fault))),
                 Ok(0) => return None,
                 Ok(_) if line.trim_ascii().is_empty() => {}
                 Ok(_) => return Some(number_in_line(&list, n_lines, &line, &name)),

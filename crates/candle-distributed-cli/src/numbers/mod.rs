@@ -58,19 +58,20 @@ pub(crate) fn positions(path: &Path) -> Numbers<u64> {
 
 /// Reads the class of each sample from the file at `path`.
 pub(crate) fn classes(path: &Path) -> Result<Vec<u32>> {
-    collect("class", path, MemoryBudget::per_number(CLASS_BYTES))
+    read_all("class", path, MemoryBudget::per_number(CLASS_BYTES))
 }
 
 /// Reads the weight of each sample from the file at `path`.
 pub(crate) fn weights(path: &Path) -> Result<Vec<f64>> {
-    collect("weight", path, MemoryBudget::per_number(WEIGHT_BYTES))
+    read_all("weight", path, MemoryBudget::per_number(WEIGHT_BYTES))
 }
 
-fn collect<T: Number>(what: &'static str, path: &Path, budget: MemoryBudget) -> Result<Vec<T>> {
+/// Reads all numbers of a list into memory.
+fn read_all<T: Number>(what: &'static str, path: &Path, budget: MemoryBudget) -> Result<Vec<T>> {
     let list = NumberList { what, path: path.into(), hint: hint::NUMBERS };
     let mut numbers = Vec::new();
-    let read = list.read(None, RawNumbers::Never);
-    budget.load(read, path.display(), |number| push(&mut numbers, number))?;
+    let entries = list.read(None, RawNumbers::Never);
+    budget.load(entries, path.display(), |number| push(&mut numbers, number))?;
     Ok(numbers)
 }
 
@@ -104,10 +105,10 @@ struct NumberList {
 impl NumberList {
     /// Reads the numbers of the list, or of a field of its lines. An empty list is an error.
     fn read<T: Number>(self, field: Option<&str>, raw: RawNumbers) -> Numbers<T> {
-        let empty = self.error(format!("there is no {} in {}", self.what, self.name()));
+        let empty_error = self.error(format!("there is no {} in {}", self.what, self.name()));
         let source = self.open();
         match source.and_then(|source| self.numbers(source, field, raw)) {
-            Ok(numbers) => at_least_one(numbers, empty),
+            Ok(numbers) => at_least_one(numbers, empty_error),
             Err(error) => Box::new(iter::once(Err(error))),
         }
     }
@@ -116,7 +117,7 @@ impl NumberList {
         if is_stdin(&self.path) {
             return Ok(Box::new(io::stdin()));
         }
-        let file = input::open(&self.path).map_err(|error| error.hinted(self.hint))?;
+        let file = input::open(&self.path).map_err(|error| error.with_hint(self.hint))?;
         Ok(Box::new(file))
     }
 
@@ -129,14 +130,14 @@ impl NumberList {
     ) -> Result<Numbers<T>> {
         let mut source = BufReader::with_capacity(BUFFER_BYTES, source);
         if let Some(field) = field {
-            return Ok(Box::new(json::field_of_lines(self, source, field.to_owned())));
+            return Ok(Box::new(json::read_field_of_lines(self, source, field.to_owned())));
         }
         // A program that writes text line by line may pause before its second line, so this reads
         // no more bytes than the check needs.
         let n_bytes = if raw == RawNumbers::Never { 1 } else { 8 };
         let mut first = Vec::new();
-        let read = source.by_ref().take(n_bytes).read_to_end(&mut first);
-        read.map_err(|fault| self.unreadable(fault))?;
+        let outcome = source.by_ref().take(n_bytes).read_to_end(&mut first);
+        outcome.map_err(|fault| self.read_error(fault))?;
         let source = io::Cursor::new(first.clone()).chain(source);
         // Raw numbers come first, since their first byte may look like any other format.
         if raw == RawNumbers::UnlessText && first.contains(&0) && !npy::is_array(&first) {
@@ -156,7 +157,7 @@ impl NumberList {
 
     /// Returns an error about the whole list.
     fn error(&self, message: impl Into<String>) -> Error {
-        Error::usage(message).hinted(self.hint)
+        Error::usage(message).with_hint(self.hint)
     }
 
     /// Returns an error about number `n`, counted from 1, which has the text `shown`.
@@ -166,8 +167,8 @@ impl NumberList {
     }
 
     /// Returns an error for a failed read.
-    fn unreadable(&self, source: io::Error) -> Error {
-        Error::read(&self.path, source).hinted(self.hint)
+    fn read_error(&self, source: io::Error) -> Error {
+        Error::read(&self.path, source).with_hint(self.hint)
     }
 }
 
@@ -180,14 +181,15 @@ pub(crate) fn is_stdin(path: &Path) -> bool {
 
 /// Returns true if another program may still be writing this input.
 pub(crate) fn is_live(path: &Path) -> bool {
-    is_stdin(path) || fs::metadata(path).is_ok_and(|known| !known.is_file())
+    is_stdin(path) || fs::metadata(path).is_ok_and(|metadata| !metadata.is_file())
 }
 
-/// Returns the numbers, or the error `empty` if the iterator is empty.
-fn at_least_one<T: 'static>(mut numbers: Numbers<T>, empty: Error) -> Numbers<T> {
-    let mut empty = Some(empty);
-    Box::new(iter::from_fn(move || match (numbers.next(), empty.take()) {
-        (None, Some(empty)) => Some(Err(empty)),
+/// Returns the numbers, or `empty_error` if there are none.
+fn at_least_one<T: 'static>(mut numbers: Numbers<T>, empty_error: Error) -> Numbers<T> {
+    // Taken before the first number.
+    let mut error_if_first = Some(empty_error);
+    Box::new(iter::from_fn(move || match (numbers.next(), error_if_first.take()) {
+        (None, Some(error)) => Some(Err(error)),
         (next, _) => next,
     }))
 }

@@ -54,12 +54,12 @@ pub(super) fn read<T: Number>(
     list: NumberList,
     mut source: impl BufRead + 'static,
 ) -> Result<impl Iterator<Item = Result<T>>> {
-    let fault = |fault: String| list.error(format!("{} {fault}", list.name()));
-    let text = header_text(&mut source).map_err(|source| list.unreadable(source))?;
+    let array_error = |fault: String| list.error(format!("{} {fault}", list.name()));
+    let text = header_text(&mut source).map_err(|source| list.read_error(source))?;
     let header = text.as_deref().and_then(ArrayHeader::parse).ok_or_else(|| {
-        fault("begins like a NumPy array, but has no header of version 1, 2 or 3".into())
+        array_error("begins like a NumPy array, but has no header of version 1, 2 or 3".into())
     })?;
-    let (dtype, len) = header.list_type(T::IS_REAL).map_err(fault)?;
+    let (dtype, len) = header.list_type(T::IS_REAL).map_err(array_error)?;
     Ok(ArrayItems { list, source, dtype, len: Some(len), n_read: 0, number: PhantomData })
 }
 
@@ -216,7 +216,7 @@ impl<T: Number, R: BufRead> ArrayItems<T, R> {
     fn read(&mut self) -> Result<Option<T>> {
         let name = self.list.name();
         if self.len == Some(self.n_read) {
-            let rest = self.source.fill_buf().map_err(|fault| self.list.unreadable(fault))?;
+            let rest = self.source.fill_buf().map_err(|fault| self.list.read_error(fault))?;
             if rest.is_empty() {
                 return Ok(None);
             }
@@ -225,8 +225,8 @@ impl<T: Number, R: BufRead> ArrayItems<T, R> {
         }
         let mut bytes = [0; 8];
         let n_bytes = self.dtype.n_bytes;
-        let read = read_up_to(&mut self.source, &mut bytes[..n_bytes]);
-        match read.map_err(|fault| self.list.unreadable(fault))? {
+        let outcome = read_up_to(&mut self.source, &mut bytes[..n_bytes]);
+        match outcome.map_err(|fault| self.list.read_error(fault))? {
             0 if self.len.is_none() => return Ok(None),
             n if n == n_bytes => {}
             _ => {

@@ -17,7 +17,7 @@ pub(super) fn read<T: Number>(
     (1_u64..).map_while(move |n| match words.next() {
         Ok(Some(word)) => Some(T::parse(word).map_err(|fault| list.error_at(n, &fault, word))),
         Ok(None) => None,
-        Err(fault) => Some(Err(list.unreadable(fault))),
+        Err(fault) => Some(Err(list.read_error(fault))),
     })
 }
 

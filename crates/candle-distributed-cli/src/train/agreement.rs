@@ -1,4 +1,4 @@
-//! The comparison of the processes of a run, before anything is written.
+//! Checks that all processes start the same run, before anything is written.
 
 use candle_distributed::mesh::DeviceMesh;
 
@@ -7,47 +7,51 @@ use crate::{
     hint,
 };
 
-/// Checks that every process of a mesh has the same `words`, such as `has --steps 12`. A difference is
+/// Checks that every process of a mesh has the same `facts`, such as `has --steps 12`. A difference is
 /// an error in all processes, and the first process reports it.
-pub(crate) fn compare(mesh: &DeviceMesh, words: &[String]) -> Result<()> {
-    // Processes with different --replicas have different meshes, and cannot even compare.
-    let said = gather(mesh, words).with_hint(hint::SAME_RUN)?;
-    let difference = differences(&said);
-    if difference.is_empty() {
+pub(crate) fn compare(mesh: &DeviceMesh, facts: &[String]) -> Result<()> {
+    // Processes with different --replicas have different meshes, so even the comparison fails.
+    let facts_by_rank = gather(mesh, facts).with_hint(hint::SAME_RUN)?;
+    let differences = describe_differences(&facts_by_rank);
+    if differences.is_empty() {
         return Ok(());
     }
-    Err(first_reports(mesh, || {
-        let different = format!("the processes do not start the same run: {difference}");
-        Error::usage(different).hinted(hint::SAME_RUN)
+    Err(report_on_first(mesh, || {
+        let message = format!("the processes do not start the same run: {differences}");
+        Error::usage(message).with_hint(hint::SAME_RUN)
     }))
 }
 
 /// Describes the differences between processes, by the ranks of their first devices.
-fn differences(said: &[(usize, Vec<String>)]) -> String {
-    let Some(((first, of_first), others)) = said.split_first() else { return String::new() };
+fn describe_differences(facts_by_rank: &[(usize, Vec<String>)]) -> String {
+    let Some(((first, first_facts), others)) = facts_by_rank.split_first() else {
+        return String::new();
+    };
     let mut differences = Vec::new();
-    for (rank, words) in others {
-        for (here, there) in of_first.iter().zip(words).filter(|(here, there)| here != there) {
-            differences.push(format!("rank {first} {here}, rank {rank} {there}"));
+    for (rank, facts) in others {
+        for (expected, fact) in first_facts.iter().zip(facts) {
+            if expected != fact {
+                differences.push(format!("rank {first} {expected}, rank {rank} {fact}"));
+            }
         }
     }
     differences.join("; ")
 }
 
-/// Returns the error in the first process; the other processes end silently.
-fn first_reports(mesh: &DeviceMesh, error: impl FnOnce() -> Error) -> Error {
+/// Returns the error in the first process. The other processes get an error that is not printed.
+fn report_on_first(mesh: &DeviceMesh, error: impl FnOnce() -> Error) -> Error {
     if mesh.is_first_process() {
         error()
     } else {
-        ErrorKind::SaidByFirst { exit_code: error::BAD_INPUT, is_of_all: false }.into()
+        ErrorKind::ReportedByFirst { exit_code: error::BAD_INPUT, ends_all_processes: false }.into()
     }
 }
 
-/// Returns the words of each process, by the rank of its first device.
-fn gather(mesh: &DeviceMesh, words: &[String]) -> Result<Vec<(usize, Vec<String>)>> {
-    let texts = mesh.gather_texts(words)?.into_iter().enumerate();
-    // Only the first device of each process has words.
-    Ok(texts.filter(|(_, words)| !words.is_empty()).collect())
+/// Returns the facts of each process, with the rank of its first device.
+fn gather(mesh: &DeviceMesh, facts: &[String]) -> Result<Vec<(usize, Vec<String>)>> {
+    let facts_by_rank = mesh.gather_texts(facts)?.into_iter().enumerate();
+    // `gather_texts` returns the texts of a process at its first device, and none at the others.
+    Ok(facts_by_rank.filter(|(_, facts)| !facts.is_empty()).collect())
 }
 
 #[cfg(test)]
@@ -60,14 +64,14 @@ mod tests {
         let same = words(&["starts after step 0", "has --steps 12", "writes into run"]);
         let other = words(&["starts after step 0", "has --steps 9", "writes into elsewhere"]);
         let complete = words(&["finds the run complete"]);
-        assert_eq!(differences(&[(0, same.clone()), (1, same.clone())]), "");
+        assert_eq!(describe_differences(&[(0, same.clone()), (1, same.clone())]), "");
         assert_eq!(
-            differences(&[(0, same.clone()), (1, same.clone()), (2, other)]),
+            describe_differences(&[(0, same.clone()), (1, same.clone()), (2, other)]),
             "rank 0 has --steps 12, rank 2 has --steps 9; \
              rank 0 writes into run, rank 2 writes into elsewhere"
         );
         assert_eq!(
-            differences(&[(0, same), (1, complete)]),
+            describe_differences(&[(0, same), (1, complete)]),
             "rank 0 starts after step 0, rank 1 finds the run complete"
         );
     }

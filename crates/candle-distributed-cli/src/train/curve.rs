@@ -1,4 +1,4 @@
-//! A drawing of how runs went: losses, learning rates, norms of gradients and speeds, step by step.
+//! Draws runs step by step: losses, learning rates, gradient norms and speeds.
 
 use candle_distributed::{
     finetune::run::ValidationPoint,
@@ -13,17 +13,18 @@ use plotters::{
 use crate::{
     error::Result,
     picture::{
-        self, Area, BLUE, Drawn, FAINT, GREEN, HEADING, LEGEND, Mark, ORANGE, PURPLE, Ticks,
+        self, Area, BLUE, DrawResult, FAINT, GREEN, HEADING, LEGEND, Mark, ORANGE, PURPLE, Ticks,
     },
 };
 
 const WIDTH: u32 = 900;
-/// The height of the losses' panel, and of each one below it.
-const LOSSES: u32 = 290;
-const OTHERS: u32 = 125;
-/// The height of the numbers of the steps, below the last panel.
-const STEPS: u32 = 45;
-/// Where the vertical axes are.
+/// The height of the first panel, with the losses.
+const LOSS_HEIGHT: u32 = 290;
+/// The height of each panel below the first.
+const PANEL_HEIGHT: u32 = 125;
+/// The height of the step numbers below the last panel.
+const STEPS_HEIGHT: u32 = 45;
+/// The distance of the vertical axes from the left edge.
 const LEFT_OF_AXIS: i32 = 80;
 
 /// The colors of compared runs.
@@ -36,16 +37,20 @@ pub(crate) const MAX_RUNS: usize = 4;
 /// Maximum number of points of a series.
 const MAX_POINTS: usize = 1000;
 
-/// The smooth line is the mean over one in this many of all steps on each side.
-const SMOOTH_OVER: usize = 40;
+/// Each point of the smooth line is a mean over the steps around it: on each side, the number of all
+/// steps divided by this number.
+const SMOOTH_DIVISOR: usize = 40;
 
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordu64, RangedCoordf64>>;
 
-/// Draws one run as an SVG document: each quantity as points and as a smooth line. A panel without
-/// values is left out.
+/// Draws one run as an SVG document: each quantity as points and as a smooth line. Quantities without
+/// values have no panel, except for the loss.
 pub(crate) fn draw(metrics: &Metrics, held_out: &[ValidationPoint]) -> Result<String> {
-    let held_out = held_out.iter().filter(|found| found.loss.is_finite());
-    let held_out: Vec<(u64, f64)> = held_out.map(|found| (found.step, found.loss)).collect();
+    let held_out: Vec<(u64, f64)> = held_out
+        .iter()
+        .filter(|point| point.loss.is_finite())
+        .map(|point| (point.step, point.loss))
+        .collect();
     let run = DrawnRun { steps: metrics.timed().collect(), held_out, color: BLUE, is_alone: true };
     let mut legend =
         vec![(Mark::Dot, BLUE, "a step"), (Mark::Line, BLUE, "mean of the steps around it")];
@@ -53,7 +58,7 @@ pub(crate) fn draw(metrics: &Metrics, held_out: &[ValidationPoint]) -> Result<St
         legend.push((Mark::Line, FAINT, "resumed"));
     }
     if !run.held_out.is_empty() {
-        legend.push((Mark::Line, HELD_OUT, "examples that were held out"));
+        legend.push((Mark::Line, HELD_OUT, "held-out examples"));
     }
     let tokens = metrics.sum(|step| step.real_tokens);
     let seconds = metrics.seconds();
@@ -86,7 +91,7 @@ fn title(metrics: &Metrics) -> String {
     format!("loss {:.3} → {:.3} nats per token, {steps}", first.loss, last_loss(metrics))
 }
 
-/// Returns the mean loss of the last tenth of the steps.
+/// Returns the mean loss over the last tenth of the steps.
 fn last_loss(metrics: &Metrics) -> f64 {
     metrics.last_loss((metrics.steps().len() / 10).max(1))
 }
@@ -97,75 +102,88 @@ struct DrawnRun {
     /// Losses on held-out examples, with their steps.
     held_out: Vec<(u64, f64)>,
     color: RGBColor,
-    /// Whether it is the only run, so that each step has a point.
+    /// Whether it is the only run in the drawing. Then each step is a point.
     is_alone: bool,
 }
 
-/// A number of each step.
+/// A number of each step, drawn in a panel.
 struct Quantity {
     name: &'static str,
+    /// Whether the axis begins at 0.
     from_zero: bool,
-    /// Whether held-out examples have it too.
-    is_of_held_out: bool,
-    of: fn(&TimedStep) -> Option<Ratio>,
+    /// Whether the panel also shows the losses on held-out examples.
+    has_held_out: bool,
+    /// Returns the number of a step, if the step has it.
+    ratio: fn(&TimedStep) -> Option<Ratio>,
 }
 
 const QUANTITIES: [Quantity; 4] = [
     Quantity {
         name: "loss (nats per token)",
         from_zero: false,
-        is_of_held_out: true,
-        of: |step| {
-            let over = step.metrics.loss_weight();
-            Some(Ratio { of: f64::from(step.metrics.loss) * over, over })
+        has_held_out: true,
+        ratio: |step| {
+            let weight = step.metrics.loss_weight();
+            let numerator = f64::from(step.metrics.loss) * weight;
+            Some(Ratio { numerator, denominator: weight })
         },
     },
     Quantity {
         name: "learning rate",
         from_zero: true,
-        is_of_held_out: false,
-        of: |step| Some(step.metrics.learning_rate).filter(|rate| *rate > 0.0).map(Ratio::single),
+        has_held_out: false,
+        ratio: |step| {
+            Some(step.metrics.learning_rate).filter(|rate| *rate > 0.0).map(Ratio::single)
+        },
     },
     Quantity {
         name: "gradient norm",
         from_zero: true,
-        is_of_held_out: false,
-        of: |step| step.metrics.grad_norm.map(Ratio::single),
+        has_held_out: false,
+        ratio: |step| step.metrics.grad_norm.map(Ratio::single),
     },
     Quantity {
         name: "tokens/s",
         from_zero: true,
-        is_of_held_out: false,
-        of: |step| Some(Ratio { of: step.metrics.real_tokens as f64, over: step.seconds }),
+        has_held_out: false,
+        ratio: |step| {
+            let numerator = step.metrics.real_tokens as f64;
+            Some(Ratio { numerator, denominator: step.seconds })
+        },
     },
 ];
 
+/// Draws a document with a panel per quantity, one below the other.
 fn document(
     [title, figures]: [&str; 2],
     legend: &[(Mark, RGBColor, &str)],
     runs: &[DrawnRun],
 ) -> Result<String> {
-    let series = |quantity: &Quantity| -> Vec<Series> {
-        let of_run = |run: &DrawnRun| Series {
-            held_out: run.held_out.iter().filter(|_| quantity.is_of_held_out).copied().collect(),
-            ..Series::new(&run.steps, quantity.of)
-        };
-        runs.iter().map(of_run).collect()
-    };
-    let panels = QUANTITIES.iter().map(|quantity| (quantity, series(quantity))).enumerate();
-    let is_known = |(n, (_, series)): &(usize, (&Quantity, Vec<Series>))| {
-        *n == 0 || series.iter().any(|series| !series.points.is_empty())
-    };
-    let panels: Vec<_> = panels.filter(is_known).map(|(_, panel)| panel).collect();
-    let heights = panels.iter().enumerate().map(|(n, _)| {
-        let steps = if n + 1 == panels.len() { STEPS } else { 0 };
-        (if n == 0 { LOSSES } else { OTHERS }) + steps
-    });
-    let heights: Vec<u32> = heights.collect();
+    let mut panels = Vec::new();
+    for (n, quantity) in QUANTITIES.iter().enumerate() {
+        let mut all_series = Vec::new();
+        for run in runs {
+            let mut series = Series::new(&run.steps, quantity.ratio);
+            if quantity.has_held_out {
+                series.held_out.clone_from(&run.held_out);
+            }
+            all_series.push(series);
+        }
+        // The first panel, with the losses, is drawn even without values.
+        if n == 0 || all_series.iter().any(|series| !series.points.is_empty()) {
+            panels.push((quantity, all_series));
+        }
+    }
+    let mut heights: Vec<u32> = Vec::new();
+    for n in 0..panels.len() {
+        let panel_height = if n == 0 { LOSS_HEIGHT } else { PANEL_HEIGHT };
+        let steps_height = if n + 1 == panels.len() { STEPS_HEIGHT } else { 0 };
+        heights.push(panel_height + steps_height);
+    }
     let size = (WIDTH, HEADING + LEGEND + heights.iter().sum::<u32>());
     picture::document(size, |area| {
-        picture::heading(&area, title, figures, FAINT)?;
-        picture::legend(&area, (LEFT_OF_AXIS, HEADING.cast_signed() + 8), legend)?;
+        picture::draw_heading(&area, title, figures, FAINT)?;
+        picture::draw_legend(&area, (LEFT_OF_AXIS, HEADING.cast_signed() + 8), legend)?;
         let mut top = HEADING + LEGEND;
         for (n, ((quantity, series), height)) in panels.iter().zip(heights).enumerate() {
             let part = area.clone().shrink((0, top), (WIDTH, height));
@@ -182,12 +200,12 @@ fn draw_panel(
     runs: &[DrawnRun],
     series: &[Series],
     has_steps: bool,
-) -> Drawn {
+) -> DrawResult {
     let ends = runs.iter().filter_map(|run| run.steps.last());
-    // An axis of no extent has no ticks.
+    // At least 1: an axis without an extent has no ticks.
     let last = ends.map(|step| step.metrics.end()).fold(1, u64::max);
-    let (low, high) = range(series, quantity.from_zero);
-    let mut chart = axes(area, last, (low, high), quantity.name, has_steps)?;
+    let (low, high) = value_range(series, quantity.from_zero);
+    let mut chart = draw_axes(area, last, (low, high), quantity.name, has_steps)?;
     for (run, series) in runs.iter().zip(series) {
         if run.is_alone {
             let resumed = run.steps.iter().filter(|step| step.is_resumed);
@@ -207,49 +225,54 @@ fn draw_panel(
     Ok(())
 }
 
-/// Axes for steps up to `last` and values of this range.
-fn axes<'a, 'b>(
+/// Draws axes for steps up to `last` and values of this range.
+fn draw_axes<'a, 'b>(
     area: &Area<'b>,
     last: u64,
     (low, high): (f64, f64),
     name: &str,
     has_steps: bool,
-) -> Drawn<Chart<'a, 'b>> {
+) -> DrawResult<Chart<'a, 'b>> {
     let [steps, values] = [last as f64, high].map(Ticks::up_to);
     let mut chart = ChartBuilder::on(area)
         .margin(10)
         .margin_right(30)
-        .x_label_area_size(if has_steps { STEPS } else { 0 })
+        .x_label_area_size(if has_steps { STEPS_HEIGHT } else { 0 })
         .y_label_area_size(70)
         .build_cartesian_2d(0..last, low..high)?;
     let mut axes = chart.configure_mesh();
-    picture::plain(&mut axes);
+    picture::style_axes(&mut axes);
     if has_steps {
         axes.x_desc("steps");
     }
     let (_, height) = area.dim_in_pixel();
     axes.y_desc(name)
-        .y_labels(if height < LOSSES { 3 } else { 6 })
+        .y_labels(if height < LOSS_HEIGHT { 3 } else { 6 })
         .x_label_formatter(&|&step| steps.label(step as f64))
         .y_label_formatter(&|&value| values.label(value))
         .draw()?;
     Ok(chart)
 }
 
-/// The numerator and the denominator of a mean.
+/// A fraction. The mean of several fractions is the sum of the numerators over the sum of the
+/// denominators.
 #[derive(Clone, Copy, Debug)]
 struct Ratio {
-    of: f64,
-    over: f64,
+    numerator: f64,
+    denominator: f64,
 }
 
 impl Ratio {
-    fn single(of: f64) -> Self {
-        Self { of, over: 1.0 }
+    fn single(number: f64) -> Self {
+        Self { numerator: number, denominator: 1.0 }
+    }
+
+    fn value(self) -> f64 {
+        self.numerator / self.denominator
     }
 }
 
-/// The values of a run in a panel, with their steps.
+/// The points of a run in a panel: steps and values.
 #[derive(Debug)]
 struct Series {
     points: Vec<(u64, f64)>,
@@ -261,28 +284,29 @@ impl Series {
     /// Computes the finite values of `ratio`, step by step and as means over the steps around each.
     fn new(steps: &[TimedStep], ratio: impl Fn(&TimedStep) -> Option<Ratio>) -> Self {
         let ratios = steps.iter().filter_map(|step| Some((step.metrics.end(), ratio(step)?)));
-        let known: Vec<_> =
-            ratios.filter(|(_, ratio)| (ratio.of / ratio.over).is_finite()).collect();
-        let every = known.len().div_ceil(MAX_POINTS).max(1);
-        let at = |position: usize| {
+        let finite: Vec<_> = ratios.filter(|(_, ratio)| ratio.value().is_finite()).collect();
+        let every = finite.len().div_ceil(MAX_POINTS).max(1);
+        let smooth_point = |position: usize| {
             // The same number on both sides, or the line would lag where the values fall fast.
-            let n_sides = (known.len() / SMOOTH_OVER).min(position).min(known.len() - 1 - position);
-            (known[position].0, mean(&known[position - n_sides..=position + n_sides]))
+            let n_after = finite.len() - 1 - position;
+            let n_sides = (finite.len() / SMOOTH_DIVISOR).min(position).min(n_after);
+            let (step, _) = finite[position];
+            (step, mean(&finite[position - n_sides..=position + n_sides]))
         };
         Self {
-            points: known
+            points: finite
                 .iter()
                 .step_by(every)
-                .map(|&(step, ratio)| (step, ratio.of / ratio.over))
+                .map(|&(step, ratio)| (step, ratio.value()))
                 .collect(),
-            smooth: (0..known.len()).step_by(every).map(at).collect(),
+            smooth: (0..finite.len()).step_by(every).map(smooth_point).collect(),
             held_out: Vec::new(),
         }
     }
 }
 
 /// Returns the range of an axis, with some space above and below.
-fn range(series: &[Series], from_zero: bool) -> (f64, f64) {
+fn value_range(series: &[Series], from_zero: bool) -> (f64, f64) {
     let mut low = f64::INFINITY;
     let mut high = f64::NEG_INFINITY;
     for &(_, value) in series.iter().flat_map(|series| series.points.iter().chain(&series.held_out))
@@ -291,7 +315,7 @@ fn range(series: &[Series], from_zero: bool) -> (f64, f64) {
         high = high.max(value);
     }
     match high - low {
-        // There is no point.
+        // Without points, the difference is infinite.
         extent if !extent.is_finite() => (0.0, 1.0),
         _ if from_zero && high > 0.0 => (0.0, 1.05 * high),
         _ if from_zero => (0.0, 1.0),
@@ -300,8 +324,8 @@ fn range(series: &[Series], from_zero: bool) -> (f64, f64) {
 }
 
 fn mean(ratios: &[(u64, Ratio)]) -> f64 {
-    let total = |part: fn(&Ratio) -> f64| ratios.iter().map(|(_, ratio)| part(ratio)).sum::<f64>();
-    total(|ratio| ratio.of) / total(|ratio| ratio.over)
+    let sum = |field: fn(&Ratio) -> f64| ratios.iter().map(|(_, ratio)| field(ratio)).sum::<f64>();
+    sum(|ratio| ratio.numerator) / sum(|ratio| ratio.denominator)
 }
 
 #[cfg(test)]
@@ -347,14 +371,14 @@ pub(crate) mod tests {
         let unfinished = series(&[2.0, f32::NAN, f32::INFINITY, 1.0]);
         assert_eq!(unfinished.points, [(1, 2.0), (4, 1.0)]);
         assert!(series(&vec![1.0; 5500]).points.len() <= MAX_POINTS);
-        assert_eq!(range(&[series(&[])], false), (0.0, 1.0));
+        assert_eq!(value_range(&[series(&[])], false), (0.0, 1.0));
     }
 
     #[test]
     fn axes_hold_all_runs() {
         let both = [series(&[2.0, 1.0]), series(&[5.0])];
-        assert_eq!(range(&both, true), (0.0, 5.25));
-        let (low, high) = range(&both, false);
+        assert_eq!(value_range(&both, true), (0.0, 5.25));
+        let (low, high) = value_range(&both, false);
         assert!((0.8, 5.2) == (low, high), "{low} {high}");
     }
 
@@ -384,9 +408,9 @@ pub(crate) mod tests {
     fn losses_of_what_was_held_out_are_drawn_among_the_others() {
         let held_out = [ValidationPoint::new(2, 7.5, 4.0)];
         let svg = draw(&metrics(&[3.0, 2.0]), &held_out).unwrap();
-        assert!(svg.contains("\nexamples that were held out\n"), "{svg}");
+        assert!(svg.contains("\nheld-out examples\n"), "{svg}");
         let series = Series { held_out: vec![(2, 20.0)], ..series(&[2.0, 1.0]) };
-        assert_eq!(range(&[series], true), (0.0, 21.0));
+        assert_eq!(value_range(&[series], true), (0.0, 21.0));
         assert!(!draw(&metrics(&[3.0, 2.0]), &[]).unwrap().contains("held out"));
     }
 }

@@ -1,4 +1,4 @@
-//! The output of a run for people: progress bar, lines, summary, curve.
+//! The output of a run for people: progress bar, progress lines, summary and curve.
 
 use std::path::PathBuf;
 
@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// The number of progress lines that a run prints.
-const LINES: u64 = 10;
+const N_LINES: u64 = 10;
 
 /// The file of the drawing of a run.
 const CURVE: &str = "loss.svg";
@@ -31,20 +31,19 @@ const CURVE: &str = "loss.svg";
 pub(crate) struct Journal {
     /// The folder of the run.
     path: PathBuf,
-    /// The bytes of the model.
-    needs: ModelBytes,
+    model_bytes: ModelBytes,
     bar: ProgressBar,
     steps: u64,
     padding: PaddingReport,
     /// The first step of this session, and its loss.
     first: Option<(u64, f32)>,
-    /// The mean loss since the last line printed.
+    /// The mean loss since the last progress line.
     recent: MeanLoss,
     seconds: f64,
 }
 
 impl Journal {
-    /// Returns the journal of a run; it draws a progress bar if stderr is a terminal.
+    /// Makes the journal of a run. It draws a progress bar if stderr is a terminal.
     pub(crate) fn new(trainer: &Trainer) -> Result<Self> {
         let run = trainer.run();
         let steps = run.spec.steps;
@@ -52,7 +51,7 @@ impl Journal {
             .with_position(run.first_step());
         Ok(Self {
             path: trainer.path().to_owned(),
-            needs: run.plan()?.bytes,
+            model_bytes: run.plan()?.bytes,
             bar,
             steps,
             padding: PaddingReport::default(),
@@ -63,13 +62,13 @@ impl Journal {
     }
 
     /// Prints the result of a gradient check.
-    pub(crate) fn show(&self, checked: &GradientReport) {
+    pub(crate) fn show_gradients(&self, report: &GradientReport) {
         self.bar.suspend(|| {
             output::message(|out| {
                 write!(
                     out,
-                    "how fast the loss changes by the gradient (found) and by its differences \
-                     (expected):\n{checked}"
+                    "slope of the loss by the gradients (found) and by finite differences \
+                     (expected):\n{report}"
                 )
             });
         });
@@ -89,7 +88,8 @@ impl Journal {
     fn log_step(&mut self, step: &StepMetrics, batches: &[Batch]) {
         self.padding.extend(batches);
         self.first.get_or_insert((step.step, step.loss));
-        if self.is_line(step.step) {
+        // The line before this step has shown the mean so far.
+        if self.ends_line(step.step) {
             self.recent = MeanLoss::default();
         }
         self.recent.add(step);
@@ -98,7 +98,7 @@ impl Journal {
             format!("loss {:.3}, {:.0} tokens/s", self.recent.mean(), self.tokens_per_second());
         self.bar.set_message(status.clone());
         self.bar.inc(1);
-        if self.is_line(step.step + 1) {
+        if self.ends_line(step.step + 1) {
             let line =
                 format!("step {} of {}, epoch {}, {status}", step.step + 1, self.steps, step.epoch);
             self.bar.suspend(|| output::message(|out| writeln!(out, "{line}")));
@@ -107,28 +107,28 @@ impl Journal {
 
     fn log_validation(&self, point: &ValidationPoint, is_best: bool) {
         let ValidationPoint { step, loss, .. } = point;
-        let best = if is_best { ", the least so far" } else { "" };
-        let line = format!("validation after step {step}: loss {loss:.3}{best}");
+        let note = if is_best { ", the lowest so far" } else { "" };
+        let line = format!("validation after step {step}: loss {loss:.3}{note}");
         self.bar.suspend(|| output::message(|out| writeln!(out, "{line}")));
     }
 
-    /// Returns true if a line is printed after this many steps.
-    fn is_line(&self, done: u64) -> bool {
-        done == self.steps || done.is_multiple_of(self.steps.div_ceil(LINES))
+    /// Returns true if a progress line is printed after this many steps.
+    fn ends_line(&self, n_done: u64) -> bool {
+        n_done == self.steps || n_done.is_multiple_of(self.steps.div_ceil(N_LINES))
     }
 
-    /// Prints a summary of the run, after its model is saved.
+    /// Draws the curve and prints a summary of the run. Call it after the model is saved.
     pub(crate) fn finish(&mut self, session: Option<&Session>) -> Result<()> {
         self.draw()?;
         self.bar.finish_and_clear();
-        let last = self.recent.mean();
-        let memory = session.and_then(|session| PeakMemory::new(session, self.needs));
+        let recent = self.recent.mean();
+        let memory = session.and_then(|session| PeakMemory::new(session, self.model_bytes));
         output::text(|out| {
             if let Some((step, loss)) = self.first {
                 let number = step + 1;
                 writeln!(
                     out,
-                    "loss {loss:.3} at step {number}, {last:.3} over the last steps, in {:.1} s",
+                    "loss {loss:.3} at step {number}, {recent:.3} over the last steps, in {:.1} s",
                     self.seconds
                 )?;
             }
@@ -140,7 +140,7 @@ impl Journal {
         })
     }
 
-    /// Draws the run so far.
+    /// Writes the curve of the run so far.
     pub(crate) fn draw(&self) -> Result<()> {
         let curve = curve::draw(&metrics(&self.path)?, &validations(&self.path, self.steps)?)?;
         output::file(&self.path.join(CURVE), curve.as_bytes())

@@ -11,63 +11,66 @@ use candle_distributed::{
 };
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
 
-/// Predictions and measurements.
+/// The predicted and the measured memory of a process, and the planned and the counted traffic of a
+/// device.
 #[derive(Clone, Debug)]
 pub(crate) struct Comparison {
     pub(crate) memory: MemoryPrediction,
-    /// The peak of a process's resident memory, where the system reports it.
+    /// The peak resident memory of a process, if the system reports it.
     pub(crate) peak_bytes: Option<u64>,
-    /// Whether the devices are processors, which use the memory of the process.
+    /// Whether the devices are CPUs, which use the memory of the process.
     pub(crate) on_processors: bool,
-    /// Nothing is planned of a run that is not sharded.
+    /// The planned traffic, or `None` if the run is not sharded.
     pub(crate) planned: Option<StepTraffic>,
     pub(crate) counted: StepTraffic,
 }
 
-/// The heads of the two tables.
+/// The column heads of the memory table.
 pub(crate) const MEMORY_HEADS: [&str; 3] = ["memory of a process", "predicted", "measured"];
+/// The column heads of the traffic table.
 pub(crate) const TRAFFIC_HEADS: [&str; 5] =
     ["a device in a step", "planned calls", "counted", "planned bytes", "counted"];
 
 impl Comparison {
-    /// Returns a row for each term, and one for the sum. Only the memory before training and the sum
-    /// are measured.
+    /// Returns a row per term of the prediction, and a row for their sum. Only the first term, the
+    /// memory before training, and the sum have a measured value.
     pub(crate) fn memory_rows(&self) -> Vec<Vec<String>> {
-        let bytes = |bytes: u64| HumanBytes(bytes.into()).to_string();
+        let format_bytes = |bytes: u64| HumanBytes(bytes.into()).to_string();
         let mut rows: Vec<Vec<String>> = Vec::new();
         for &(name, term) in &self.memory.terms {
-            let measured = if rows.is_empty() { bytes(term) } else { String::new() };
-            rows.push(vec![name.to_owned(), bytes(term), measured]);
+            let measured = if rows.is_empty() { format_bytes(term) } else { String::new() };
+            rows.push(vec![name.to_owned(), format_bytes(term), measured]);
         }
-        let peak = self.peak_bytes.map_or_else(|| String::from("unknown"), bytes);
-        rows.push(vec![String::from("peak"), bytes(self.memory.total()), peak]);
+        let peak = self.peak_bytes.map_or_else(|| String::from("unknown"), format_bytes);
+        rows.push(vec![String::from("peak"), format_bytes(self.memory.total()), peak]);
         rows
     }
 
-    /// Returns a row for each planned or called kind of collective.
+    /// Returns a row per kind of collective that is planned or was called.
     pub(crate) fn traffic_rows(&self) -> Vec<Vec<String>> {
-        let number = |number: u64| HumanCount(number.into()).to_string();
-        let planned = self.planned.map(StepTraffic::kinds);
-        let row = |(n, (name, counted)): (usize, (&str, CollectiveCalls))| {
-            let planned = planned.map(|kinds| kinds[n].1);
+        let format_count = |number: u64| HumanCount(number.into()).to_string();
+        let planned_kinds = self.planned.map(StepTraffic::kinds);
+        let mut rows = Vec::new();
+        for (kind, (name, counted)) in self.counted.kinds().into_iter().enumerate() {
+            let planned = planned_kinds.map(|kinds| kinds[kind].1);
             if planned.is_none_or(|planned| planned.calls == 0) && counted.calls == 0 {
-                return None;
+                continue;
             }
-            let planned = |of: fn(CollectiveCalls) -> u64| {
-                planned.map_or_else(String::new, |calls| number(of(calls)))
+            let format_planned = |field: fn(CollectiveCalls) -> u64| {
+                planned.map_or_else(String::new, |planned| format_count(field(planned)))
             };
-            Some(vec![
+            rows.push(vec![
                 name.to_owned(),
-                planned(|calls| calls.calls),
-                number(counted.calls),
-                planned(|calls| calls.bytes),
-                number(counted.bytes),
-            ])
-        };
-        self.counted.kinds().into_iter().enumerate().filter_map(row).collect()
+                format_planned(|calls| calls.calls),
+                format_count(counted.calls),
+                format_planned(|calls| calls.bytes),
+                format_count(counted.bytes),
+            ]);
+        }
+        rows
     }
 
-    /// Returns notes on the tables.
+    /// Returns a note on the memory table and a note on the traffic table.
     pub(crate) fn notes(&self) -> [&'static str; 2] {
         let traffic = if self.planned.is_some() {
             "bytes count a device's own shards and gradients; counted but not planned are the loss, \
@@ -78,7 +81,7 @@ impl Comparison {
         let memory = if self.on_processors {
             "measured is the largest resident memory that the system reports of a process"
         } else {
-            "predicted is a process with processors as devices; measured is the resident memory of \
+            "the prediction is for a process with CPU devices; measured is the resident memory of \
              the process alone, without its devices"
         };
         [memory, traffic]
@@ -106,29 +109,30 @@ fn table(heads: &[&str], rows: Vec<Vec<String>>) -> String {
     table.trim_fmt()
 }
 
-/// The memory that a process took for its devices, and how much of it the model needs.
+/// The peak memory of a process, and the bytes of its model for comparison.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PeakMemory {
     pub(crate) peak_bytes: u64,
     /// The number of devices of the process.
     pub(crate) n_devices: u64,
-    pub(crate) needs: ModelBytes,
+    pub(crate) model_bytes: ModelBytes,
 }
 
 impl PeakMemory {
-    /// Returns the memory of a session, if it is known.
-    pub(crate) fn new(session: &Session, needs: ModelBytes) -> Option<Self> {
+    /// Returns the peak memory of a session, or `None` if it is unknown.
+    pub(crate) fn new(session: &Session, model_bytes: ModelBytes) -> Option<Self> {
         let peak_bytes = session.peak_bytes?;
-        Some(Self { peak_bytes, n_devices: session.devices_here, needs })
+        Some(Self { peak_bytes, n_devices: session.devices_here, model_bytes })
     }
 }
 
 impl fmt::Display for PeakMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { peak_bytes, n_devices, needs } = *self;
-        let ModelBytes { whole_bytes, sharded_bytes, is_sharded } = needs;
-        let (whole, sharded) = if is_sharded { ("", ", as here") } else { (", as here", "") };
-        let each = u128::from(peak_bytes) / u128::from(n_devices.max(1));
+        let Self { peak_bytes, n_devices, model_bytes } = *self;
+        let ModelBytes { whole_bytes, sharded_bytes, is_sharded } = model_bytes;
+        let (whole_note, sharded_note) =
+            if is_sharded { ("", ", as here") } else { (", as here", "") };
+        let device_bytes = u128::from(peak_bytes) / u128::from(n_devices.max(1));
         let devices = if n_devices == 1 {
             "its device".into()
         } else {
@@ -138,11 +142,11 @@ impl fmt::Display for PeakMemory {
             f,
             "peak memory of the process: {}, {} ",
             HumanBytes(peak_bytes.into()),
-            HumanBytes(each)
+            HumanBytes(device_bytes)
         )?;
         write!(f, "for {devices}; parameters, gradients and optimizer state: ")?;
-        write!(f, "{} per device whole{whole}, ", HumanBytes(whole_bytes))?;
-        write!(f, "{} per rank sharded by the plan{sharded}; ", HumanBytes(sharded_bytes))?;
+        write!(f, "{} per device whole{whole_note}, ", HumanBytes(whole_bytes))?;
+        write!(f, "{} per rank sharded by the plan{sharded_note}; ", HumanBytes(sharded_bytes))?;
         write!(f, "activations are in neither")
     }
 }
@@ -153,13 +157,14 @@ mod tests {
 
     #[test]
     fn a_line_says_what_is_whole_and_what_is_sharded() {
-        let needs = ModelBytes { whole_bytes: 2048, sharded_bytes: 1024, is_sharded: false };
-        let memory = PeakMemory { peak_bytes: 4096, n_devices: 2, needs };
+        let model_bytes = ModelBytes { whole_bytes: 2048, sharded_bytes: 1024, is_sharded: false };
+        let memory = PeakMemory { peak_bytes: 4096, n_devices: 2, model_bytes };
         let words = "peak memory of the process: 4.00 KiB, 2.00 KiB for each of its 2 devices; \
                      parameters, gradients and optimizer state: 2.00 KiB per device whole, as \
                      here, 1.00 KiB per rank sharded by the plan; activations are in neither";
         assert_eq!(memory.to_string(), words);
-        let sharded = PeakMemory { needs: ModelBytes { is_sharded: true, ..needs }, ..memory };
+        let sharded =
+            PeakMemory { model_bytes: ModelBytes { is_sharded: true, ..model_bytes }, ..memory };
         let words = "2.00 KiB per device whole, 1.00 KiB per rank sharded by the plan, as here;";
         assert!(sharded.to_string().contains(words), "{sharded}");
     }

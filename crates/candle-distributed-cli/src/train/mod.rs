@@ -1,5 +1,5 @@
-//! The parts of `train` that people see: journal, curve, measurements, signals; and the agreement of
-//! its processes.
+//! The parts of `train` that print and draw (journal, curve, measurements), its stop signals, and the
+//! agreement of its processes.
 
 pub(crate) mod agreement;
 pub(crate) mod curve;

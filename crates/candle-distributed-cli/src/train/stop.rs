@@ -1,4 +1,4 @@
-//! The signals that stop a run in order.
+//! The signals that stop a run after its current step.
 
 use std::sync::{Arc, atomic::AtomicBool};
 #[cfg(unix)]
@@ -17,30 +17,30 @@ use signal_hook::{
 #[cfg(unix)]
 use crate::error;
 
-/// Returns a flag that is set by Ctrl-C, by a scheduler, and by the end of the terminal in which the
-/// program was started.
+/// Returns a flag that is set by Ctrl-C, by the SIGTERM of a scheduler, and when the terminal of the
+/// program is closed.
 ///
-/// A second Ctrl-C ends the program at once, but no other signal does: a scheduler that sends SIGTERM
+/// A second Ctrl-C ends the program at once. A second SIGTERM does not: a scheduler that sends SIGTERM
 /// to all processes of a job reaches each rank twice, directly and through its launcher, and the
-/// checkpoint would be lost. For the same reason a SIGINT right after the first one is not a second
-/// Ctrl-C.
+/// checkpoint would be lost. For the same reason, a SIGINT right after the first one does not count as
+/// a second Ctrl-C.
 pub(crate) fn flag() -> Arc<AtomicBool> {
     let stop = Arc::new(AtomicBool::new(false));
-    // Without a handler the signal ends the program at once, as it would any other.
+    // If a handler cannot be installed, its signal ends the program at once, as by default.
     for signal in signals() {
         drop(flag::register(signal, Arc::clone(&stop)));
     }
     #[cfg(unix)]
     if let Ok(interrupts) = Signals::new([SIGINT]) {
-        // Without this thread a second Ctrl-C does nothing, and other signals still end the program.
+        // If the thread cannot be started, a second Ctrl-C does nothing, and SIGKILL still works.
         drop(thread::Builder::new().spawn(move || end_when_asked_again(interrupts)));
     }
     stop
 }
 
 /// Within this time after the first SIGINT, another SIGINT is the same request on another path: a
-/// launcher in the same process group passes on its own signals, and so does `timeout`. A person who
-/// sees the program go on is slower.
+/// launcher in the same process group forwards its own signals, and so does `timeout`. A person who
+/// presses Ctrl-C again, because the program still runs, takes longer.
 #[cfg(unix)]
 const SAME_REQUEST: Duration = Duration::from_secs(1);
 
@@ -60,7 +60,7 @@ fn is_asked_again(first: &mut Option<Instant>, now: Instant) -> bool {
     now.duration_since(*first.get_or_insert(now)) >= SAME_REQUEST
 }
 
-/// Returns the signals that ask a program to end, without the signals that it was started to ignore.
+/// Returns the signals that ask a program to end. SIGHUP is left out if the program ignores it.
 #[cfg(unix)]
 pub(crate) fn signals() -> Vec<i32> {
     let mut signals = vec![SIGINT, SIGTERM];
@@ -73,8 +73,8 @@ pub(crate) fn signals() -> Vec<i32> {
     vec![SIGINT, SIGTERM]
 }
 
-/// Returns true if the program was started by `nohup`, and so ignores the end of its terminal. Only
-/// Linux reports it.
+/// Returns true if the program ignores SIGHUP, as under `nohup`. Only Linux reports it: on other
+/// systems the result is false.
 #[cfg(unix)]
 fn survives_its_terminal() -> bool {
     std::fs::read_to_string("/proc/self/status").is_ok_and(|status| is_ignored(&status, SIGHUP))
@@ -83,8 +83,8 @@ fn survives_its_terminal() -> bool {
 /// Returns true if a process with this `/proc/PID/status` ignores a signal.
 #[cfg(unix)]
 fn is_ignored(status: &str, signal: i32) -> bool {
-    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    let digits = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = digits.and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok());
     mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }
 

@@ -1,9 +1,10 @@
 //! Damage to the files of a run: it is detected, or does not change the result.
 
-use std::{fs, path::Path};
+use std::{fs, path::Path, process::Output};
 
 use crate::support::{
-    SMALL,
+    SMALL, command,
+    finetune::{ModelHome, files},
     run::{Home, contents, copy, replace, said},
 };
 
@@ -135,4 +136,58 @@ fn damaged_runs_are_rejected_or_recovered() {
         fs::remove_dir_all(home.at(name)).unwrap();
     }
     assert!(n_rejected >= 9, "{n_rejected} rejected");
+}
+
+/// Flips bits all over the files of a folder, one at a time, and checks what `candle-distributed`
+/// with `args` says about each.
+fn flip_everywhere(folder: &Path, args: &[&str], is_said: impl Fn(&Path, &Output) -> bool) {
+    const FLIPS: usize = 5;
+    for (name, content) in files(folder) {
+        let file = folder.join(name);
+        for n in 0..FLIPS {
+            let from_end = 1 + content.len() * (2 * n + 1) / (2 * FLIPS);
+            flip(&file, from_end, n as u32 % 8);
+            let output = command(args).output().unwrap();
+            let said = said(&output);
+            assert!(is_said(&file, &output), "{}, {from_end} from the end: {said}", file.display());
+            fs::write(&file, &content).unwrap();
+        }
+    }
+    assert!(command(args).output().unwrap().status.success());
+}
+
+#[test]
+fn flipped_bits_of_models_are_never_used_in_silence() {
+    let model = ModelHome::new();
+    let lora = ["--lora", "2", "--merge"];
+    model.train("run", &[&["--steps", "4", "--init", "3", "--validation", "0.5"], &lora[..]].concat());
+    let [run, trained, best, adapter, moved] =
+        ["run", "run/model", "run/best", "run/adapter", "moved"].map(|name| model.path(name));
+    let more = ["--prompt", "line 1", "--max-tokens", "1"];
+    let is_refused = |_: &Path, output: &Output| !output.status.success();
+    let generate = |args: &[&str]| [&["generate"], args, &more].concat();
+    flip_everywhere(Path::new(&trained), &generate(&[&run]), is_refused);
+    flip_everywhere(Path::new(&best), &generate(&[&best]), is_refused);
+    let adapted = ["--adapter", adapter.as_str()];
+    flip_everywhere(Path::new(&adapter), &generate(&[&[trained.as_str()], &adapted[..]].concat()), is_refused);
+    // People may edit the configuration of a copy, but not its weights.
+    copy(Path::new(&best), Path::new(&moved));
+    flip_everywhere(Path::new(&moved), &generate(&[&moved]), |file, output| {
+        let is_weights = file.extension().is_some_and(|extension| extension == "safetensors");
+        !output.status.success() || !is_weights && said(output).contains("has changed since")
+    });
+}
+
+#[test]
+fn flipped_bits_of_the_description_are_found() {
+    let home = Home::new();
+    home.train("run", &["--steps", "2"]);
+    let run_json = home.at("run").join("run.json");
+    let content = fs::read(&run_json).unwrap();
+    for n in 0..10 {
+        flip(&run_json, 1 + content.len() * (2 * n + 1) / 20, n as u32 % 8);
+        let report = command(&["report", &home.path("run")]).output().unwrap();
+        assert_eq!(report.status.code(), Some(2), "{n}: {}", said(&report));
+        fs::write(&run_json, &content).unwrap();
+    }
 }

@@ -76,6 +76,21 @@ fn mesh_prints_thread_counts() {
 }
 
 #[test]
+fn launched_processes_need_an_engine() {
+    let run = |more: &[&str]| {
+        let mut command = command(&[&SMALL[..], more].concat());
+        command.envs([("RANK", "1"), ("WORLD_SIZE", "4")]).output().unwrap()
+    };
+    let refused = run(&[]);
+    assert_eq!(refused.status.code(), Some(2));
+    let message = String::from_utf8(refused.stderr).unwrap();
+    for word in ["started 4 processes", "--engine threads"] {
+        assert!(message.contains(word), "{message}");
+    }
+    assert!(run(&["--engine", "threads"]).status.success());
+}
+
+#[test]
 fn mesh_rejects_bad_input() {
     rejects(&["mesh", "--axis", "data"], &["data", "data=2"]);
     for axis in ["=2", "data=", "data=0", "data=-1", "data=2x"] {

@@ -41,32 +41,32 @@ pub struct AtomicFile {
 impl AtomicFile {
     /// Creates an empty file in the folder of `target`, which need not exist.
     ///
-    /// If `target` is a link, the linked file is replaced, and the link stays. The file keeps its permissions and, if
-    /// the system allows it, its owner and group.
+    /// If `target` is a link, the linked file is replaced, and the link stays. The new file gets
+    /// the permissions of the old one and, if the system allows it, its owner and group.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::InvalidInput`] if `target` is not a file, or another I/O error.
     pub fn new(target: impl AsRef<Path>) -> io::Result<Self> {
         let target = resolve_links(target.as_ref())?;
-        let known = match fs::metadata(&target) {
-            Ok(known) if !known.is_file() => {
+        let old_metadata = match fs::metadata(&target) {
+            Ok(metadata) if !metadata.is_file() => {
                 return Err(io::Error::new(ErrorKind::InvalidInput, "this is not a file"));
             }
             Err(error) if error.kind() == ErrorKind::NotFound => None,
-            known => Some(known?),
+            result => Some(result?),
         };
         let atomic = Self::replacing(target)?;
-        if let Some(known) = known {
+        if let Some(metadata) = old_metadata {
             // Set the owner first, because changing the owner clears some permissions.
-            keep_owner(&atomic.file, &known)?;
-            atomic.file.set_permissions(known.permissions())?;
+            copy_owner(&atomic.file, &metadata)?;
+            atomic.file.set_permissions(metadata.permissions())?;
         }
         Ok(atomic)
     }
 
-    /// Like [`new`](Self::new), for untrusted folders: a link or a pipe at `target` is itself replaced, and none of its
-    /// properties are kept.
+    /// Like [`new`](Self::new), for untrusted folders: a link or a pipe at `target` is itself
+    /// replaced, and none of its properties are kept.
     ///
     /// # Errors
     ///
@@ -117,7 +117,8 @@ impl AtomicFile {
         rename(&self.path, &self.target)
     }
 
-    /// Like [`persist`](Self::persist), for a target that must not exist: of several concurrent programs one succeeds.
+    /// Like [`persist`](Self::persist), for a target that must not exist: if several programs
+    /// persist the same target at once, one succeeds.
     ///
     /// # Errors
     ///
@@ -155,8 +156,8 @@ impl AtomicFile {
         match fs::hard_link(&self.path, target) {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => return Err(error),
             Ok(()) => {}
-            // Some file systems have no hard links. There an empty file reserves the name; a reader may see it empty
-            // before the rename.
+            // Some file systems have no hard links. There, an empty file reserves the name, and a
+            // reader may see the empty file before the rename.
             Err(_) => {
                 File::create_new(target)?;
                 between_calls(target);
@@ -194,7 +195,7 @@ impl Drop for AtomicFile {
 
 /// Resolves the links at `path`; the final target need not exist.
 fn resolve_links(path: &Path) -> io::Result<PathBuf> {
-    /// The limit of Linux.
+    /// The limit of Linux on links in one path.
     const MAX_LINKS: usize = 40;
     let mut target = path.to_path_buf();
     for _ in 0..MAX_LINKS {
@@ -206,16 +207,17 @@ fn resolve_links(path: &Path) -> io::Result<PathBuf> {
     Err(io::Error::other("too many links"))
 }
 
-/// Copies owner and group from another file, as far as the system allows: usually only root may
-/// give files away.
+/// Copies owner and group from the metadata of another file, as far as the system allows: usually
+/// only root may give files away.
 #[cfg(unix)]
-fn keep_owner(file: &File, known: &Metadata) -> io::Result<()> {
+fn copy_owner(file: &File, source: &Metadata) -> io::Result<()> {
     use std::os::unix::fs::{MetadataExt, fchown};
 
-    let made = file.metadata()?;
-    let owner = (made.uid() != known.uid()).then_some(known.uid());
-    let group = (made.gid() != known.gid()).then_some(known.gid());
-    // Change them separately: a process that may not change the owner may be allowed to change the group.
+    let metadata = file.metadata()?;
+    let owner = (metadata.uid() != source.uid()).then_some(source.uid());
+    let group = (metadata.gid() != source.gid()).then_some(source.gid());
+    // Change owner and group separately: a process that may not change the owner may be allowed to
+    // change the group.
     for (owner, group) in [(owner, None), (None, group)] {
         match fchown(file, owner, group) {
             // The process lacks the permission, or the file system has no owners.
@@ -235,6 +237,6 @@ fn is_refused(error: &io::Error) -> bool {
 
 #[cfg(not(unix))]
 #[expect(clippy::unnecessary_wraps, reason = "the signature on Unix")]
-fn keep_owner(_: &File, _: &Metadata) -> io::Result<()> {
+fn copy_owner(_: &File, _: &Metadata) -> io::Result<()> {
     Ok(())
 }

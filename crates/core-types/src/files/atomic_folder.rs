@@ -67,6 +67,89 @@ impl AtomicFolder {
         sync_all_in(&self.path)?;
         rename(&self.path, &self.target)
     }
+
+    /// Persists the folder like [`persist`](Self::persist), also in the place of a folder that is
+    /// not empty.
+    ///
+    /// No system replaces a folder atomically. The old folder is moved aside as `TARGET.replaced`
+    /// and removed at the end; after an interruption, [`restore_replaced`](super::restore_replaced)
+    /// leaves either the old folder or the new one.
+    ///
+    /// # Errors
+    ///
+    /// An I/O error.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use std::fs;
+    ///
+    /// use core_types::files::AtomicFolder;
+    ///
+    /// # let parent = AtomicFolder::new(std::env::temp_dir().join("example"))?;
+    /// let target = parent.path().join("best");
+    /// for step in ["100", "200"] {
+    ///     let folder = AtomicFolder::new(&target)?;
+    ///     fs::write(folder.path().join("step"), step)?;
+    ///     folder.replace()?;
+    ///     assert_eq!(fs::read_to_string(target.join("step"))?, step);
+    /// }
+    /// # Ok::<(), std::io::Error>(())
+    /// ```
+    pub fn replace(self) -> io::Result<()> {
+        sync_all_in(&self.path)?;
+        let old = replaced_name(&self.target);
+        if self.target.exists() {
+            remove_if_there(&old)?;
+            rename(&self.target, &old)?;
+        }
+        rename(&self.path, &self.target)?;
+        remove_if_there(&old)
+    }
+}
+
+/// Ends a replacement of `target` that an interruption has cut short: moves the old folder back if
+/// the new one is missing, and removes it otherwise.
+///
+/// # Errors
+///
+/// An I/O error.
+///
+/// # Examples
+///
+/// ```
+/// use std::fs;
+///
+/// use core_types::files::{self, AtomicFolder};
+///
+/// # let parent = AtomicFolder::new(std::env::temp_dir().join("example"))?;
+/// let target = parent.path().join("best");
+/// fs::create_dir(parent.path().join("best.replaced"))?;
+/// files::restore_replaced(&target)?;
+/// assert!(target.exists());
+/// # Ok::<(), std::io::Error>(())
+/// ```
+pub fn restore_replaced(target: impl AsRef<Path>) -> io::Result<()> {
+    let target = target.as_ref();
+    let old = replaced_name(target);
+    if old.exists() && !target.exists() {
+        return rename(&old, target);
+    }
+    remove_if_there(&old)
+}
+
+/// Returns the name of a folder while another one takes its place.
+fn replaced_name(target: &Path) -> PathBuf {
+    let mut name = target.file_name().unwrap_or_default().to_owned();
+    name.push(".replaced");
+    target.with_file_name(name)
+}
+
+fn remove_if_there(folder: &Path) -> io::Result<()> {
+    match fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
 }
 
 impl Drop for AtomicFolder {

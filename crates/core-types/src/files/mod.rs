@@ -49,7 +49,7 @@ use std::{
 
 pub use self::{
     atomic_file::AtomicFile,
-    atomic_folder::AtomicFolder,
+    atomic_folder::{AtomicFolder, restore_replaced},
     partial_name::is_partial,
     sync::{rename, sync_folder},
 };

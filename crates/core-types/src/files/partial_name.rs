@@ -18,8 +18,8 @@ const SUFFIX: &str = ".partial";
 /// Returns true if this is a name of an unfinished [`AtomicFile`](super::AtomicFile) or
 /// [`AtomicFolder`](super::AtomicFolder).
 ///
-/// A program that alone writes to a folder, for example under a lock, may remove such files:
-/// interrupted programs left them.
+/// If only one program writes to a folder, for example under a lock, it may remove such files,
+/// which interrupted programs left.
 ///
 /// # Examples
 ///
@@ -63,8 +63,9 @@ pub(super) fn create_beside<T>(
 
 /// Returns an unpredictable number.
 ///
-/// The keys of a `RandomState` come from the random numbers of the system, for which the standard library has no other
-/// interface. A forked process has its parent's keys, so the process id is hashed, too.
+/// The keys of a `RandomState` come from the random numbers of the system, for which the standard
+/// library has no other interface. A forked process has its parent's keys, so the process id is
+/// hashed, too.
 fn random_number() -> u64 {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     // Relaxed is enough: the numbers must differ, and they order no other memory access.

@@ -6,8 +6,8 @@ use std::{
     path::Path,
 };
 
-/// Renames a file or folder within its folder, and syncs the folder, so that the new name survives a failure of the
-/// machine.
+/// Renames a file or folder within its folder, and syncs the folder, so that the new name survives
+/// a failure of the machine.
 ///
 /// The content must already be on disk.
 ///

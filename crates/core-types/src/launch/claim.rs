@@ -15,8 +15,9 @@ pub(super) struct LaunchClaim {
     pub(super) size: Option<NamedNumber>,
     pub(super) local_rank: Option<NamedNumber>,
     pub(super) local_size: Option<NamedNumber>,
-    /// Variable to report as missing if only the size is set, and the other way round.
+    /// Variable to report as missing if only the size is set.
     pub(super) rank_name: &'static str,
+    /// Variable to report as missing if only the rank is set.
     pub(super) size_name: &'static str,
 }
 
@@ -37,8 +38,8 @@ impl LaunchClaim {
 
     /// Reads the claim of torchrun or of another source of its variables.
     pub(super) fn torch(vars: &LaunchVars<'_>) -> Result<Self> {
-        let by_agent = vars.text("TORCHELASTIC_RUN_ID")?.is_some();
-        let launcher = if by_agent { Launcher::Torchrun } else { Launcher::TorchEnv };
+        let has_agent = vars.text("TORCHELASTIC_RUN_ID")?.is_some();
+        let launcher = if has_agent { Launcher::Torchrun } else { Launcher::TorchEnv };
         Self::read(vars, launcher, ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
     }
 
@@ -58,24 +59,20 @@ impl LaunchClaim {
     }
 
     /// Validates the claim; returns `None` unless both rank and size are set.
-    pub(super) fn complete(&self) -> Result<Option<LaunchEnv>> {
+    pub(super) fn to_env(&self) -> Result<Option<LaunchEnv>> {
         let (Some(rank), Some(size)) = (self.rank, self.size) else { return Ok(None) };
-        let world_size = size.size(WorldSize::MAX)?;
-        let rank = rank.rank_below(size)?;
-        let local_world_size = self.local_size.map(|local| local.size(world_size)).transpose()?;
+        let world_size = size.to_world_size(WorldSize::MAX)?;
+        let placement = Placement::from_checked(rank.to_rank(size)?, world_size);
+        let local_world_size =
+            self.local_size.map(|local| local.to_world_size(world_size)).transpose()?;
         // Local ranks are also less than the world size, even if the local size is not set.
         let n_local = self.local_size.unwrap_or(size);
-        let local_rank = self.local_rank.map(|local| local.rank_below(n_local)).transpose()?;
-        Ok(Some(LaunchEnv {
-            placement: Placement::from_checked(rank, world_size),
-            launcher: self.launcher,
-            local_rank,
-            local_world_size,
-        }))
+        let local_rank = self.local_rank.map(|local| local.to_rank(n_local)).transpose()?;
+        Ok(Some(LaunchEnv { placement, launcher: self.launcher, local_rank, local_world_size }))
     }
 
-    /// Checks that the claim is complete, empty, or agrees with the complete claim `launched`.
-    pub(super) fn check_complete(&self, launched: Option<LaunchEnv>) -> Result<()> {
+    /// Checks that the claim is complete, is empty, or agrees with the complete claim `env`.
+    pub(super) fn check_complete(&self, env: Option<LaunchEnv>) -> Result<()> {
         let (found, missing) = match (self.rank, self.size) {
             (Some(_), Some(_)) => return Ok(()),
             (Some(rank), None) => (rank, self.size_name),
@@ -85,7 +82,7 @@ impl LaunchClaim {
                 None => return Ok(()),
             },
         };
-        if launched.is_some_and(|launched| self.agrees_with(launched.placement)) {
+        if env.is_some_and(|env| self.agrees_with(env.placement)) {
             return Ok(());
         }
         Err(Error::VariableMissing { name: missing, found: found.name, value: found.value })

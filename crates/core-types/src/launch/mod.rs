@@ -83,8 +83,9 @@ impl LaunchEnv {
     /// outer task starts at least one rank. A smaller inner world was inherited, or each task
     /// started a separate world; both are errors.
     ///
-    /// An incomplete pair is an error, too, unless a complete launcher agrees with it: scripts that
-    /// export only `WORLD_SIZE` and take the rank from Slurm are common.
+    /// A rank without a size, or a size without a rank, is an error, too, unless a launcher with
+    /// both agrees with it: scripts that export only `WORLD_SIZE` and take the rank from Slurm are
+    /// common.
     ///
     /// # Errors
     ///
@@ -92,9 +93,9 @@ impl LaunchEnv {
     ///   empty value is an error, too: `RANK=$UNSET` must not make every process the only one.
     /// - [`Error::VariableMissing`] for a rank without a size, a size without a rank, or a local
     ///   rank or size without both.
-    /// - [`Error::SizeVariableOutOfRange`], [`Error::RankVariableOutOfRange`] for a world or rank
-    ///   out of range, also on this machine.
-    /// - [`Error::LaunchersDisagree`] if launchers disagree in another way than above.
+    /// - [`Error::SizeVariableOutOfRange`], [`Error::RankVariableOutOfRange`] if the world size,
+    ///   the rank, the local size or the local rank is out of range.
+    /// - [`Error::LaunchersDisagree`] if launchers disagree and the rules above do not allow it.
     ///
     /// # Examples
     ///
@@ -127,7 +128,7 @@ impl LaunchEnv {
         self.placement
     }
 
-    /// Returns the launcher that assigned the rank, the innermost of several.
+    /// Returns the launcher that assigned the rank; the innermost one if there are several.
     pub fn launcher(self) -> Launcher {
         self.launcher
     }
@@ -156,25 +157,27 @@ fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Option<Launc
     let mut claims =
         vec![LaunchClaim::torch(&vars)?, LaunchClaim::open_mpi(&vars)?, LaunchClaim::pmi(&vars)?];
     claims.extend(slurm::claim(&vars)?);
-    let mut complete = Vec::with_capacity(claims.len());
+    let mut envs = Vec::with_capacity(claims.len());
     for claim in &claims {
-        complete.extend(claim.complete()?);
+        envs.extend(claim.to_env()?);
     }
-    let launched = innermost(&complete)?;
+    let innermost = select_innermost(&envs)?;
     for claim in &claims {
-        claim.check_complete(launched)?;
+        claim.check_complete(innermost)?;
     }
-    Ok(launched)
+    Ok(innermost)
 }
 
-/// Returns the first of `all`, which are ordered from the innermost, if each other launcher agrees
-/// with it or has started it.
-fn innermost(all: &[LaunchEnv]) -> Result<Option<LaunchEnv>> {
-    let Some(&first) = all.first() else { return Ok(None) };
-    let agreeing = || all.iter().filter(|env| env.placement == first.placement);
-    for other in all {
-        // Any agreeing launcher may run inside `other`: a script sets RANK from Open MPI's rank,
-        // while Slurm numbers the daemons.
+/// Returns the first of `envs`, which are ordered from the innermost launcher to the outermost.
+///
+/// Its missing local values come from the next launcher that agrees with it. A launcher that
+/// disagrees is an error, unless it has started one that agrees.
+fn select_innermost(envs: &[LaunchEnv]) -> Result<Option<LaunchEnv>> {
+    let Some(&first) = envs.first() else { return Ok(None) };
+    let agreeing = || envs.iter().filter(|env| env.placement == first.placement);
+    for other in envs {
+        // `other` need not have started the first launcher itself: a script may set RANK to Open
+        // MPI's rank, while Slurm, which has started Open MPI's daemons, numbers the daemons.
         if other.placement != first.placement && !agreeing().any(|env| env.runs_inside(other)) {
             return Err(Error::LaunchersDisagree {
                 launcher: first.launcher,
@@ -211,9 +214,11 @@ impl TryFrom<UncheckedLaunchEnv> for LaunchEnv {
     fn try_from(unchecked: UncheckedLaunchEnv) -> rank::Result<Self> {
         let UncheckedLaunchEnv { placement, launcher, local_rank, local_world_size } = unchecked;
         let world_size = placement.world_size();
-        // The local size must not exceed the world.
+        // A local size above the world size is rejected, because the last local rank would be out
+        // of range for the world.
         if let Some(size) = local_world_size {
-            Placement::new(size.as_u64() - 1, world_size.as_u64())?;
+            let last_local_rank = size.as_u64() - 1;
+            Placement::new(last_local_rank, world_size.as_u64())?;
         }
         if let Some(rank) = local_rank {
             let n_local = local_world_size.unwrap_or(world_size);
@@ -225,8 +230,8 @@ impl TryFrom<UncheckedLaunchEnv> for LaunchEnv {
 
 #[cfg(feature = "serde")]
 impl From<LaunchEnv> for UncheckedLaunchEnv {
-    fn from(launched: LaunchEnv) -> Self {
-        let LaunchEnv { placement, launcher, local_rank, local_world_size } = launched;
+    fn from(env: LaunchEnv) -> Self {
+        let LaunchEnv { placement, launcher, local_rank, local_world_size } = env;
         Self { placement, launcher, local_rank, local_world_size }
     }
 }

@@ -46,7 +46,8 @@ fn in_step(vars: &LaunchVars<'_>) -> Result<bool> {
 /// Returns the number of tasks of this step on this node.
 fn local_size(vars: &LaunchVars<'_>) -> Result<Option<NamedNumber>> {
     let name = "SLURM_STEP_TASKS_PER_NODE";
-    // `SLURM_NODEID` counts the nodes of all components of a heterogeneous job, but the list covers one component.
+    // `SLURM_NODEID` counts the nodes of all components of a heterogeneous job, but the list covers
+    // one component.
     if vars.text("SLURM_HET_SIZE")?.is_some() {
         return Ok(None);
     }
@@ -56,12 +57,12 @@ fn local_size(vars: &LaunchVars<'_>) -> Result<Option<NamedNumber>> {
     let Some(runs) = parse_runs(&text) else {
         return Err(Error::VariableUnreadable { name, value: text, expected: TASKS_PER_NODE });
     };
-    let own = runs.into_iter().find(|&(_, end)| node.value < end);
-    Ok(own.map(|(value, _)| NamedNumber { name, value }))
+    let own_run = runs.into_iter().find(|&(_, end)| node.value < end);
+    Ok(own_run.map(|(n_tasks, _)| NamedNumber { name, value: n_tasks }))
 }
 
-/// Parses a list such as `2(x3),1`, which means 2, 2, 2, 1, into pairs of a number of tasks and the
-/// end of its nodes.
+/// Parses a list of tasks per node such as `2(x3),1`, which means 2, 2, 2, 1. Returns for each
+/// entry the number of tasks and the first node after its nodes.
 fn parse_runs(list: &str) -> Option<Vec<(u64, u64)>> {
     let mut runs = Vec::new();
     let mut end = 0_u64;

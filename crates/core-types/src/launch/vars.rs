@@ -30,7 +30,7 @@ impl LaunchVars<'_> {
     }
 }
 
-/// A number with its variable.
+/// A number with the name of its variable.
 #[derive(Clone, Copy)]
 pub(super) struct NamedNumber {
     pub(super) name: &'static str,
@@ -38,16 +38,17 @@ pub(super) struct NamedNumber {
 }
 
 impl NamedNumber {
-    /// Converts to the size of a world, or of a part of one, of at most `max` ranks.
-    pub(super) fn size(self, max: WorldSize) -> Result<WorldSize> {
+    /// Converts to a world size or a local size of at most `max` ranks.
+    pub(super) fn to_world_size(self, max: WorldSize) -> Result<WorldSize> {
         match WorldSize::new(self.value) {
             Ok(size) if size <= max => Ok(size),
             _ => Err(Error::SizeVariableOutOfRange { name: self.name, value: self.value, max }),
         }
     }
 
-    /// Converts to a rank less than `size`, which [`NamedNumber::size`] must have checked.
-    pub(super) fn rank_below(self, size: Self) -> Result<Rank> {
+    /// Converts to a rank less than `size`, which
+    /// [`to_world_size`](NamedNumber::to_world_size) must have checked.
+    pub(super) fn to_rank(self, size: Self) -> Result<Rank> {
         if self.value < size.value {
             return Ok(Rank::in_world(self.value));
         }
@@ -60,7 +61,7 @@ impl NamedNumber {
     }
 }
 
-/// Parses a number of digits alone. Rust would also accept `+3`, which no launcher writes.
+/// Parses a number without a sign. Rust would also accept `+3`, which no launcher writes.
 pub(super) fn parse(text: &str) -> Option<u64> {
     if text.bytes().all(|byte| byte.is_ascii_digit()) { text.parse().ok() } else { None }
 }

@@ -96,7 +96,7 @@ impl From<WorldSize> for u64 {
 pub struct Rank(u32);
 
 impl Rank {
-    /// The rank that logs and writes for the others.
+    /// The first rank, which logs and writes for all ranks.
     pub const ZERO: Self = Self(0);
 
     /// Creates a rank. The caller checks that it is less than the size of its world.

@@ -4,27 +4,27 @@ use std::fmt;
 
 use core_types::human::Printable;
 
-/// The number of list items to show.
-const SHOWN: usize = 8;
+/// The largest number of list items to show.
+const MAX_SHOWN: usize = 8;
 
-/// Displays the first items of a list, and the number of the others. Names may come from a file, so
-/// control characters are escaped.
+/// Displays the first items of a list, and the number of the remaining items. Names may come from a
+/// file, so control characters are escaped.
 #[derive(Debug)]
 pub struct Listed<'a, T>(pub &'a [T]);
 
 impl<T: fmt::Display> fmt::Display for Listed<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (position, item) in self.0.iter().take(SHOWN).enumerate() {
+        for (position, item) in self.0.iter().take(MAX_SHOWN).enumerate() {
             write!(f, "{}{}", if position == 0 { "" } else { ", " }, Printable(item))?;
         }
-        match self.0.len().saturating_sub(SHOWN) {
+        match self.0.len().saturating_sub(MAX_SHOWN) {
             0 => Ok(()),
             more => write!(f, " and {more} more"),
         }
     }
 }
 
-/// Displays a list in brackets; nothing if it is empty.
+/// Displays a list in brackets, or nothing if the list is empty.
 #[derive(Debug)]
 pub struct Bracketed<'a, T>(pub &'a [T]);
 

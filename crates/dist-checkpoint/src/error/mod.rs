@@ -54,7 +54,7 @@ pub enum Error {
         /// The error of candle.
         cause: candle_core::Error,
     },
-    /// The function that reads a checkpoint's tensors failed for another reason.
+    /// The function that reads a checkpoint's tensors returned an error of another type.
     #[error(transparent)]
     Load {
         /// The error that it returned.
@@ -68,7 +68,7 @@ pub enum Error {
         /// The error of the system.
         cause: io::Error,
     },
-    /// The index, or the run's state in it, is not valid JSON.
+    /// The index, or the state of the run in the index, is not valid JSON.
     #[error("{}: {}", Printable(path.display()), Printable(cause))]
     Json {
         /// The index.
@@ -89,7 +89,7 @@ pub enum Error {
         /// The largest length.
         max: u64,
     },
-    /// The index has another format version.
+    /// The format version of the index is not supported.
     #[error(
         "{}: format version {found} is not supported, only {supported}",
         Printable(path.display())
@@ -165,7 +165,7 @@ pub enum Error {
         /// The expected run: [`Checkpoints::run`](crate::Checkpoints::run).
         expected: String,
     },
-    /// A checkpoint's folder is named after another step.
+    /// A checkpoint's folder is named after another step than the step in its index.
     #[error(
         "{}: the folder is named after another step than its checkpoint, which has step {step}",
         Printable(path.display())
@@ -176,7 +176,7 @@ pub enum Error {
         /// The step in its index.
         step: u64,
     },
-    /// There are checkpoints, but none can be used.
+    /// There are checkpoints, but no checkpoint can be used.
     #[error("no checkpoint in {} can be used: {}", Printable(path.display()), Reasons(skipped))]
     NoUsableCheckpoint {
         /// Their folder.
@@ -224,7 +224,7 @@ pub enum Error {
         /// The name in the list.
         file: String,
     },
-    /// A file has another length than the index states.
+    /// The length of a file differs from the length in the index.
     #[error("{}: the file has {found} bytes, expected {expected}", Printable(path.display()))]
     Length {
         /// The file.

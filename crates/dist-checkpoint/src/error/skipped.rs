@@ -10,9 +10,9 @@ use crate::error::Error;
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct SkippedCheckpoint {
-    /// Its folder.
+    /// The folder of the checkpoint.
     pub path: PathBuf,
-    /// The reason.
+    /// The error of the checkpoint.
     pub error: Error,
 }
 

@@ -13,10 +13,12 @@ use core_types::Fingerprint;
 use fsdp_plan::{ParameterInfo, Pattern, source};
 
 use crate::{
-    disk::AtPath,
+    disk::{AtPath, check_file},
     error::{Doing, Error, Result, parameter::ParameterError},
     folder::{INDEX, ONE_FILE},
     safetensors::{
+        checksum::{Checksum, file_of_key},
+        finite::AllowedValues,
         stored::{self, StoredItems},
         tensor_file::TensorInfo,
     },
@@ -43,6 +45,8 @@ use crate::{
 pub struct StoredWeights {
     path: PathBuf,
     tensors: BTreeMap<String, ShapedItems>,
+    /// The checksums of the files that were written beside the weights, by name.
+    files_beside: BTreeMap<String, Option<Checksum>>,
 }
 
 /// A tensor in one of the files.
@@ -65,10 +69,14 @@ impl StoredWeights {
     /// Opens a safetensors file, an index (a `.json` file, in the folder of its files), or a folder
     /// with either; a single file takes precedence. This reads only headers.
     ///
+    /// Files that [`TensorFile`](crate::TensorFile) wrote have checksums. They are compared when a
+    /// header or tensor is read.
+    ///
     /// # Errors
     ///
     /// [`Error::Io`], [`Error::Header`] or [`Error::Extent`] if a file cannot be read, is malformed
-    /// or has a wrong length, or if the index is wrong about a tensor;
+    /// or has a wrong length, or if the index is wrong about a tensor; [`Error::Checksum`] or
+    /// [`Error::NoChecksum`] if a header is damaged;
     /// [`ParameterError::UnknownDtype`] for tensors that candle cannot hold.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let mut path = path.into();
@@ -76,7 +84,8 @@ impl StoredWeights {
             let one_file = path.join(ONE_FILE);
             path = if one_file.exists() { one_file } else { path.join(INDEX) };
         }
-        let mut weights = Self { path: path.clone(), tensors: BTreeMap::new() };
+        let mut weights =
+            Self { path: path.clone(), tensors: BTreeMap::new(), files_beside: BTreeMap::new() };
         if path.extension().is_some_and(|extension| extension == "json") {
             weights.add_index(&path)?;
         } else {
@@ -85,21 +94,40 @@ impl StoredWeights {
         Ok(weights)
     }
 
-    /// Removes a prefix from the names that have it.
+    /// Removes a prefix from the names that have it, unless there is another tensor of the shorter
+    /// name.
     #[doc(hidden)]
     #[must_use]
     pub fn without_prefix(self, prefix: &str) -> Self {
-        Self {
-            tensors: self
-                .tensors
-                .into_iter()
-                .map(|(name, tensor): (String, ShapedItems)| match name.strip_prefix(prefix) {
-                    Some(rest) => (rest.to_owned(), tensor),
-                    None => (name, tensor),
-                })
-                .collect(),
-            ..self
+        let mut tensors = BTreeMap::new();
+        for (name, tensor) in &self.tensors {
+            let shorter = name.strip_prefix(prefix).filter(|rest| !self.contains(rest));
+            tensors.insert(shorter.unwrap_or(name).to_owned(), tensor.clone());
         }
+        Self { tensors, ..self }
+    }
+
+    /// Returns the names of the files that were written beside the weights, and that have changed
+    /// or are missing.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Io`] if a file cannot be read.
+    #[doc(hidden)]
+    pub fn changed_files(&self) -> Result<Vec<String>> {
+        let mut changed = Vec::new();
+        for (name, expected) in &self.files_beside {
+            let path = self.path.with_file_name(name);
+            let found = match check_file(&path) {
+                Ok(_) => Some(Checksum::compute(&fs::read(&path).at(&path)?)),
+                // It is missing, or it is a pipe or a folder now.
+                Err(_) => None,
+            };
+            if found.is_none() || found != *expected {
+                changed.push(name.clone());
+            }
+        }
+        Ok(changed)
     }
 
     /// Returns the paths of the files, sorted.
@@ -154,7 +182,8 @@ impl StoredWeights {
     /// # Errors
     ///
     /// [`ParameterError::Shape`] or [`ParameterError::Conversion`] if the parameter differs,
-    /// [`Error::Io`] if a file cannot be read, [`Error::Tensor`] if candle fails.
+    /// [`Error::Checksum`] if the items are damaged, [`Error::Io`] if a file cannot be read,
+    /// [`Error::Tensor`] if candle fails.
     pub fn items(
         &self,
         declared: &TensorInfo,
@@ -163,7 +192,7 @@ impl StoredWeights {
     ) -> Result<Option<Tensor>> {
         let Some(tensor) = self.tensors.get(&declared.name) else { return Ok(None) };
         tensor.check(declared)?;
-        let items = tensor.items.read(range)?.to_dtype(declared.dtype);
+        let items = tensor.items.read(range, AllowedValues::Any)?.to_dtype(declared.dtype);
         items
             .and_then(|items| items.to_device(device))
             .doing("converting pretrained weights")
@@ -199,9 +228,17 @@ impl StoredWeights {
     fn add_file(&mut self, path: &Path) -> Result<Vec<ParameterInfo>> {
         let file: Arc<Path> = path.into();
         let header = stored::header(path)?;
+        let none = BTreeMap::new();
+        // Other programs may store anything there.
+        let metadata = header.metadata().unwrap_or(&none);
+        for (key, digits) in metadata {
+            if let Some(name) = file_of_key(key) {
+                self.files_beside.insert(name.to_owned(), Checksum::parse(digits));
+            }
+        }
         for tensor in header.tensors() {
             let shape = tensor.info.shape().to_vec();
-            let items = StoredItems::new(&file, tensor)?;
+            let items = StoredItems::new(&file, tensor, metadata)?;
             self.tensors.insert(tensor.info.name().to_owned(), ShapedItems { shape, items });
         }
         Ok(header.tensors().iter().map(|tensor| tensor.info.clone()).collect())

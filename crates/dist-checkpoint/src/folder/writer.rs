@@ -17,6 +17,7 @@ use crate::{
     error::{Error, Result},
     folder::{INDEX, ONE_FILE, natural_order},
     safetensors::{
+        checksum::{Checksum, file_key},
         finite::AllowedValues,
         tensor_file::{TensorFile, TensorInfo},
     },
@@ -31,7 +32,10 @@ pub struct ModelFolder<'a> {
     mesh: &'a DeviceMesh,
     path: &'a Path,
     values: AllowedValues,
+    files_beside: &'a BTreeMap<String, Vec<u8>>,
 }
+
+static NO_FILES: BTreeMap<String, Vec<u8>> = BTreeMap::new();
 
 /// A file to be written.
 struct PlannedFile {
@@ -42,13 +46,21 @@ struct PlannedFile {
 impl<'a> ModelFolder<'a> {
     /// Returns the folder `path`, which need not exist.
     pub fn new(mesh: &'a DeviceMesh, path: &'a Path) -> Self {
-        Self { mesh, path, values: AllowedValues::default() }
+        Self { mesh, path, values: AllowedValues::default(), files_beside: &NO_FILES }
     }
 
     /// Accepts infinite numbers and NaN, which are errors by default.
     #[must_use]
     pub fn allow_non_finite(self) -> Self {
         Self { values: AllowedValues::Any, ..self }
+    }
+
+    /// Also writes other files that readers of the model need, by name. The metadata of the first
+    /// weights file contains their checksums. They are removed before the weights are replaced, and
+    /// written after them, so that no reader mixes two models.
+    #[must_use]
+    pub fn with_files(self, files: &'a BTreeMap<String, Vec<u8>>) -> Self {
+        Self { files_beside: files, ..self }
     }
 
     /// Writes a model in files of at most `max_bytes`, or of one tensor.
@@ -68,28 +80,21 @@ impl<'a> ModelFolder<'a> {
         self.write_all(&planned, tensor, |files| self.publish(&planned, files))
     }
 
-    /// Writes the tensors to one file `name`, and a text file; readers need the text to find the
-    /// tensors.
+    /// Writes the tensors to one file `name`.
     ///
     /// # Errors
     ///
     /// The errors of [`write`](Self::write).
-    pub fn write_with_text<E: Display + From<Error> + From<pmap_mesh::Error>>(
+    pub fn write_one<E: Display + From<Error> + From<pmap_mesh::Error>>(
         &self,
         name: &str,
         mut tensors: Vec<TensorInfo>,
         tensor: impl Fn(&str) -> Result<Tensor, E>,
-        (text_name, text): (&str, &str),
     ) -> Result<(), E> {
         tensors.sort_by(|left, right| natural_order(&left.name, &right.name));
         TensorInfo::sort(&mut tensors);
         let planned = [PlannedFile { name: name.to_owned(), tensors }];
-        self.write_all(&planned, tensor, |files| {
-            remove_file(&self.path.join(text_name))?;
-            sync_folder(self.path)?;
-            self.persist(files)?;
-            self.write_text(text_name, text)
-        })
+        self.write_all(&planned, tensor, |files| self.persist(files))
     }
 
     /// Writes files under temporary names, and calls `publish` to rename them.
@@ -103,11 +108,39 @@ impl<'a> ModelFolder<'a> {
         let created = if is_first { create_folder(self.path) } else { Ok(()) };
         self.mesh.all_ok(created.map_err(E::from))?;
         let mut files = Vec::new();
-        for file in planned {
-            files.extend(self.mesh.all_ok(self.write_file(file, &tensor))?);
+        for (position, file) in planned.iter().enumerate() {
+            let metadata = self.metadata(position == 0);
+            files.extend(self.mesh.all_ok(self.write_file(file, metadata, &tensor))?);
         }
-        let published = if is_first { publish(files) } else { Ok(()) };
+        let published = if is_first { self.publish_beside(|| publish(files)) } else { Ok(()) };
         self.mesh.all_ok(published.map_err(E::from))
+    }
+
+    /// Returns the metadata of a weights file; the first one lists the files beside it.
+    fn metadata(&self, is_first: bool) -> BTreeMap<String, String> {
+        // Hugging Face's libraries reject a file that does not name its framework.
+        let mut metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+        if is_first {
+            for (name, content) in self.files_beside {
+                metadata.insert(file_key(name), Checksum::compute(content).to_string());
+            }
+        }
+        metadata
+    }
+
+    /// Removes the files beside the weights, publishes the weights, and writes the files again.
+    fn publish_beside(&self, publish: impl FnOnce() -> Result<()>) -> Result<()> {
+        for name in self.files_beside.keys() {
+            remove_file(&self.path.join(name))?;
+        }
+        if !self.files_beside.is_empty() {
+            sync_folder(self.path)?;
+        }
+        publish()?;
+        for (name, content) in self.files_beside {
+            self.write_file_beside(name, content)?;
+        }
+        Ok(())
     }
 
     /// Writes a file in the first process. After an error it still requests the other tensors,
@@ -115,9 +148,10 @@ impl<'a> ModelFolder<'a> {
     fn write_file<E: From<Error>>(
         &self,
         planned: &PlannedFile,
+        metadata: BTreeMap<String, String>,
         tensor: impl Fn(&str) -> Result<Tensor, E>,
     ) -> Result<Option<AtomicFile>, E> {
-        let mut outcome = self.create(planned).map_err(E::from);
+        let mut outcome = self.create(planned, metadata).map_err(E::from);
         for info in &planned.tensors {
             let tensor = tensor(&info.name);
             outcome = outcome.and_then(|mut file| {
@@ -131,14 +165,16 @@ impl<'a> ModelFolder<'a> {
         Ok(outcome?.map(TensorFile::finish).transpose()?)
     }
 
-    fn create(&self, planned: &PlannedFile) -> Result<Option<TensorFile<AtomicFile>>> {
+    fn create(
+        &self,
+        planned: &PlannedFile,
+        metadata: BTreeMap<String, String>,
+    ) -> Result<Option<TensorFile<AtomicFile>>> {
         if !self.mesh.is_first_process() {
             return Ok(None);
         }
         let path = self.path.join(&planned.name);
         let out = AtomicFile::replacing(&path).at(&path)?;
-        // Hugging Face's libraries reject a file that does not name its framework.
-        let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
         let file = TensorFile::create(out, path, &planned.tensors, metadata)?;
         Ok(Some(file.with_values(self.values)))
     }
@@ -154,7 +190,7 @@ impl<'a> ModelFolder<'a> {
             remove_file(&index)?;
             sync_folder(self.path)?;
             self.persist(files)?;
-            self.write_text(INDEX, &index_text(planned))?;
+            self.write_file_beside(INDEX, index_text(planned).as_bytes())?;
             remove_file(&self.path.join(ONE_FILE))?;
         }
         self.remove_other_parts(planned)?;
@@ -169,10 +205,10 @@ impl<'a> ModelFolder<'a> {
         Ok(())
     }
 
-    fn write_text(&self, name: &str, text: &str) -> Result<()> {
+    fn write_file_beside(&self, name: &str, content: &[u8]) -> Result<()> {
         let path = self.path.join(name);
         let mut file = AtomicFile::replacing(&path).at(&path)?;
-        file.write_all(text.as_bytes()).at(&path)?;
+        file.write_all(content).at(&path)?;
         between_calls();
         file.persist().at(&path)
     }

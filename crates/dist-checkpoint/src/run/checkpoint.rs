@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use pmap_mesh::DeviceMesh;
 use serde::de::DeserializeOwned;
 
@@ -13,7 +13,7 @@ use crate::{
     error::{Doing, Error, Result, parameter::ParameterError, skipped::SkippedCheckpoint},
     run::{
         index::{INDEX, Index, json_error},
-        key::{KindAndParameter, TensorKey},
+        key::{ParameterAndKind, TensorKey},
         names,
         shard::{self, read::TensorPiece},
     },
@@ -27,8 +27,8 @@ pub struct Checkpoint {
     index: Index,
     /// The checksum of the index, which covers everything in the checkpoint.
     checksum: Checksum,
-    /// The pieces of each kind and parameter, sorted by first item.
-    pieces: BTreeMap<KindAndParameter, Vec<TensorPiece>>,
+    /// The pieces of each parameter and kind, sorted by first item.
+    pieces: BTreeMap<ParameterAndKind, Vec<TensorPiece>>,
     values: AllowedValues,
     skipped: Vec<SkippedCheckpoint>,
 }
@@ -45,15 +45,16 @@ impl Checkpoint {
         let path = path.into();
         let (index, checksum) = Index::read(&path.join(INDEX))?;
         names::check_step(&path, index.step)?;
-        let mut pieces: BTreeMap<KindAndParameter, Vec<TensorPiece>> = BTreeMap::new();
-        for listed in &index.files {
-            let path = path.join(&listed.name);
-            for (kind_and_parameter, piece) in shard::read::open(&path, &index.expected(listed))? {
-                pieces.entry(kind_and_parameter).or_default().push(piece);
+        let mut pieces: BTreeMap<ParameterAndKind, Vec<TensorPiece>> = BTreeMap::new();
+        for file in &index.files {
+            let file_path = path.join(&file.name);
+            let expected = index.expected_file(file);
+            for (parameter_and_kind, piece) in shard::read::open(&file_path, &expected)? {
+                pieces.entry(parameter_and_kind).or_default().push(piece);
             }
         }
-        for pieces in pieces.values_mut() {
-            pieces.sort_by_key(|piece| piece.items().start);
+        for parameter_pieces in pieces.values_mut() {
+            parameter_pieces.sort_by_key(|piece| piece.items().start);
         }
         let values = AllowedValues::default();
         Ok(Self { path, index, checksum, pieces, values, skipped: Vec::new() })
@@ -69,7 +70,7 @@ impl Checkpoint {
         Self { values, ..self }
     }
 
-    /// Adds the newer checkpoints that were skipped.
+    /// Sets the newer checkpoints that were skipped.
     pub(super) fn with_skipped(self, skipped: Vec<SkippedCheckpoint>) -> Self {
         Self { skipped, ..self }
     }
@@ -84,7 +85,7 @@ impl Checkpoint {
         self.pieces.values().flatten().try_for_each(|piece| piece.verify(self.values))
     }
 
-    /// Returns its folder.
+    /// Returns the checkpoint's folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -94,7 +95,8 @@ impl Checkpoint {
         self.index.step
     }
 
-    /// Returns the name of the run that wrote it, if it has one: see [`Checkpoints::run`].
+    /// Returns the name of the run that wrote the checkpoint, if the run has a name: see
+    /// [`Checkpoints::run`].
     ///
     /// [`Checkpoints::run`]: crate::Checkpoints::run
     pub fn run(&self) -> Option<&str> {
@@ -106,11 +108,11 @@ impl Checkpoint {
         &self.skipped
     }
 
-    /// Returns the state of the trainer that wrote it, if it has one.
+    /// Returns the state of the trainer that wrote the checkpoint, if it contains one.
     ///
     /// # Errors
     ///
-    /// [`Error::Json`] if it is not a `T`.
+    /// [`Error::Json`] if the state is not a `T`.
     pub fn trainer<T: DeserializeOwned>(&self) -> Result<Option<T>> {
         let Some(trainer) = &self.index.trainer else { return Ok(None) };
         match serde_json::from_str(trainer.get()) {
@@ -123,7 +125,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// [`Error::Json`] if it is not a `T`.
+    /// [`Error::Json`] if the state is not a `T`.
     pub fn state<T: DeserializeOwned>(&self) -> Result<T> {
         T::deserialize(&self.index.state).map_err(|cause| json_error(&self.path.join(INDEX), cause))
     }
@@ -131,6 +133,22 @@ impl Checkpoint {
     /// Returns the names of the model's parameters.
     pub fn parameters(&self) -> impl Iterator<Item = &str> {
         self.index.parameters.keys().map(String::as_str)
+    }
+
+    /// Returns the kinds of tensors of a parameter, sorted.
+    pub fn kinds<'a>(&'a self, parameter: &'a str) -> impl Iterator<Item = &'a str> {
+        let first = (parameter.to_owned(), String::new());
+        let keys = self.pieces.range(first..).map(|(key, _)| key);
+        keys.take_while(move |(other, _)| other == parameter).map(|(_, kind)| kind.as_str())
+    }
+
+    /// Returns the dtype of the tensors of a kind and parameter.
+    ///
+    /// # Errors
+    ///
+    /// [`ParameterError::Incomplete`] if there are none.
+    pub fn dtype(&self, key: TensorKey<'_>) -> Result<DType> {
+        Ok(self.pieces(key)?[0].dtype())
     }
 
     /// Checks that the model has exactly these parameters, with these shapes, and that all
@@ -180,22 +198,22 @@ impl Checkpoint {
         let range = key.start..key.start + len;
         let pieces = self.pieces(key)?;
         if range.is_empty() {
-            // An empty range of a piece has the right dtype.
+            // Read an empty range of a piece to get a tensor of the right dtype.
             let start = pieces[0].items().start;
             return pieces[0].read(start..start, self.values);
         }
-        let mut reached = range.start;
+        let mut next_item = range.start;
         let mut parts = Vec::new();
         for piece in pieces {
             let items = piece.items();
             let end = items.end.min(range.end);
-            if items.start <= reached && reached < end {
-                parts.push(piece.read(reached..end, self.values)?);
-                reached = end;
+            if items.start <= next_item && next_item < end {
+                parts.push(piece.read(next_item..end, self.values)?);
+                next_item = end;
             }
         }
-        if reached < range.end {
-            return Err(incomplete(TensorKey { start: reached, ..key }));
+        if next_item < range.end {
+            return Err(incomplete_error(TensorKey { start: next_item, ..key }));
         }
         match &parts[..] {
             [only] => Ok(only.clone()),
@@ -203,8 +221,8 @@ impl Checkpoint {
         }
     }
 
-    /// Reads a tensor of the shape of `like`: items beginning with the first item of `key`, or the
-    /// scalar of the parameter.
+    /// Reads a tensor of the shape of `like`: the items from the first item of `key` on, or the
+    /// scalar of the parameter if `like` is a scalar.
     ///
     /// # Errors
     ///
@@ -230,8 +248,8 @@ impl Checkpoint {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn like(&self, key: TensorKey<'_>, like: &Tensor) -> Result<Tensor> {
-        // A slot without items of a parameter writes no scalar for it, so a parameter of size 0 has
-        // no scalar.
+        // A slot without items of a parameter writes no scalar for the parameter, so a parameter of
+        // size 0 has no scalar.
         if like.elem_count() == 0 || self.has_no_items(key.parameter) {
             return Tensor::zeros(like.dims(), like.dtype(), &Device::Cpu).doing(LOADING);
         }
@@ -253,16 +271,19 @@ impl Checkpoint {
         first.read(first.items(), self.values)?.reshape(()).doing(LOADING)
     }
 
-    /// Returns the pieces of the kind and parameter of a key; at least one.
+    /// Returns the pieces of the parameter and kind of a key; there is at least one.
     fn pieces(&self, key: TensorKey<'_>) -> Result<&[TensorPiece]> {
-        self.pieces.get(&key.kind_and_parameter()).map(Vec::as_slice).ok_or_else(|| incomplete(key))
+        self.pieces
+            .get(&key.parameter_and_kind())
+            .map(Vec::as_slice)
+            .ok_or_else(|| incomplete_error(key))
     }
 }
 
 const LOADING: &str = "loading a tensor of a checkpoint";
 
 /// Returns the error for a missing first item of a key.
-fn incomplete(key: TensorKey<'_>) -> Error {
+fn incomplete_error(key: TensorKey<'_>) -> Error {
     Error::Parameter(ParameterError::Incomplete {
         name: key.parameter.to_owned(),
         kind: key.kind.to_owned(),

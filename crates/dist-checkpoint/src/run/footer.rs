@@ -1,4 +1,4 @@
-//! The footer of an index: the checksum of the preceding text, as the last member of the object.
+//! The footer of a JSON file: the checksum of the preceding text, as the last member of the object.
 
 use std::path::Path;
 
@@ -10,8 +10,8 @@ use crate::{
 const BEGIN: &[u8] = b",\n  \"checksum\": \"";
 const END: &[u8] = b"\"\n}";
 
-/// Adds a checksum to the text of an object.
-pub(super) fn add(mut text: Vec<u8>) -> Vec<u8> {
+/// Adds a checksum to the text of an object that is printed over several lines.
+pub fn add(mut text: Vec<u8>) -> Vec<u8> {
     debug_assert!(text.ends_with(b"\n}"), "an object that is printed over several lines");
     text.truncate(text.len() - 2);
     let checksum = Checksum::compute(&text);
@@ -23,12 +23,12 @@ pub(super) fn add(mut text: Vec<u8>) -> Vec<u8> {
 /// # Errors
 ///
 /// [`Error::NoChecksum`], [`Error::Checksum`].
-pub(super) fn check(path: &Path, text: &[u8]) -> Result<()> {
-    let Some((checked, expected)) = split(text) else {
+pub fn check(path: &Path, text: &[u8]) -> Result<()> {
+    let Some((covered_text, expected)) = split(text) else {
         let path = path.to_owned();
         return Err(Error::NoChecksum { path, part: FilePart::Index });
     };
-    let found = Checksum::compute(checked);
+    let found = Checksum::compute(covered_text);
     if found == expected {
         return Ok(());
     }
@@ -40,11 +40,13 @@ pub(super) fn check(path: &Path, text: &[u8]) -> Result<()> {
     })
 }
 
+/// Splits a text into the part that the checksum covers and the checksum.
 fn split(text: &[u8]) -> Option<(&[u8], Checksum)> {
-    let text = text.strip_suffix(END)?;
-    let (text, digits) = text.split_at_checked(text.len().checked_sub(Checksum::DIGITS)?)?;
+    let without_end = text.strip_suffix(END)?;
+    let digits_start = without_end.len().checked_sub(Checksum::DIGITS)?;
+    let (with_begin, digits) = without_end.split_at_checked(digits_start)?;
     let checksum = Checksum::parse(str::from_utf8(digits).ok()?)?;
-    Some((text.strip_suffix(BEGIN)?, checksum))
+    Some((with_begin.strip_suffix(BEGIN)?, checksum))
 }
 
 #[cfg(test)]

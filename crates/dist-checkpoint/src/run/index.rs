@@ -41,7 +41,7 @@ pub(super) struct Index {
     /// The model's parameters and their shapes.
     pub(super) parameters: BTreeMap<String, Vec<usize>>,
     pub(super) files: Vec<IndexedFile>,
-    /// The state of the trainer that wrote it, if any.
+    /// The state of the trainer that wrote the checkpoint, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) trainer: Option<Box<RawValue>>,
     /// The state of the run.
@@ -129,13 +129,13 @@ impl Index {
         Ok(index)
     }
 
-    /// Returns the expected length, origin and checksum of a file.
-    pub(super) fn expected(&self, listed: &IndexedFile) -> ExpectedFile {
-        let origin =
-            FileOrigin { run: self.run.clone(), step: self.step, file: listed.name.clone() };
-        ExpectedFile { bytes: listed.bytes, origin, header: listed.header }
+    /// Returns the length, origin and checksum that a file of the index must have.
+    pub(super) fn expected_file(&self, file: &IndexedFile) -> ExpectedFile {
+        let origin = FileOrigin { run: self.run.clone(), step: self.step, file: file.name.clone() };
+        ExpectedFile { bytes: file.bytes, origin, header: file.header }
     }
 
+    /// Checks that each file is a shard in the folder of the index, and is listed once.
     fn check_files(&self, path: &Path) -> Result<()> {
         let mut names = BTreeSet::new();
         for IndexedFile { name, .. } in &self.files {
@@ -154,7 +154,10 @@ pub(super) fn json_error(path: &Path, cause: serde_json::Error) -> Error {
 
 fn read_text(path: &Path) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
-    check_file(path)?;
+    if check_file(path)?.len() > MAX_BYTES {
+        let fault = format!("it is longer than {MAX_BYTES} bytes");
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, fault));
+    }
     File::open(path)?.take(MAX_BYTES).read_to_end(&mut text)?;
     Ok(text)
 }

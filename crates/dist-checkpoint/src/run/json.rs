@@ -1,7 +1,8 @@
-//! The JSON of a run's state, checked so that it is read as it was written.
+//! The JSON of a run's state, checked so that the state is read as it was written.
 //!
-//! JSON has no infinities and no NaN: `serde_json` writes `null` for them, which is read as an
-//! error, or in an `Option` as `None`. So this module rejects them before writing.
+//! JSON has no infinities and no NaN. `serde_json` would write them as `null`, and reading `null`
+//! fails, or gives `None` for an `Option`. So this module rejects infinities and NaN before
+//! writing.
 
 use serde::ser::{
     Error as _, Serialize, SerializeMap, SerializeSeq, SerializeStruct, SerializeStructVariant,
@@ -13,7 +14,8 @@ use serde_json::{Error, Result, Value, value::RawValue};
 ///
 /// # Errors
 ///
-/// For a number that JSON does not have, and the errors of [`serde_json::to_value`].
+/// Returns an error for a number that JSON does not have, and the errors of
+/// [`serde_json::to_value`].
 pub(super) fn to_value(state: &impl Serialize) -> Result<Value> {
     state.serialize(AllFinite)?;
     serde_json::to_value(state)
@@ -21,7 +23,7 @@ pub(super) fn to_value(state: &impl Serialize) -> Result<Value> {
 
 /// Converts a state to text, indented as `serde_json` would indent it within an object.
 ///
-/// A [`Value`] would sort its fields.
+/// Unlike a [`Value`], the text keeps the order of the fields.
 ///
 /// # Errors
 ///
@@ -46,8 +48,8 @@ impl AllFinite {
     }
 }
 
-/// Implements methods for values without floats.
-macro_rules! others {
+/// Implements the methods for values that are not floats and have no parts.
+macro_rules! accept {
     ($($method:ident: $type:ty),* $(,)?) => {
         $(fn $method(self, _: $type) -> Result<()> {
             Ok(())
@@ -56,7 +58,7 @@ macro_rules! others {
 }
 
 /// Implements a trait for values with parts, and checks every part.
-macro_rules! parts {
+macro_rules! check_parts {
     ($($trait:ident: $method:ident($($key:ty)?)),* $(,)?) => {
         $(impl $trait for AllFinite {
             type Ok = ();
@@ -73,7 +75,7 @@ macro_rules! parts {
     };
 }
 
-parts! {
+check_parts! {
     SerializeSeq: serialize_element(),
     SerializeTuple: serialize_element(),
     SerializeTupleStruct: serialize_field(),
@@ -110,7 +112,7 @@ impl Serializer for AllFinite {
     type SerializeStruct = Self;
     type SerializeStructVariant = Self;
 
-    others! {
+    accept! {
         serialize_bool: bool,
         serialize_i8: i8,
         serialize_i16: i16,

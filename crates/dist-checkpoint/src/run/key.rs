@@ -2,9 +2,6 @@
 
 use std::fmt;
 
-/// The kind of the parameters themselves. Optimizers name the other kinds.
-pub(crate) const MODEL: &str = "model";
-
 /// The key of a tensor in a checkpoint.
 ///
 /// The tensor holds a range of a parameter's items, or of an optimizer state with an item for each
@@ -34,9 +31,12 @@ pub struct TensorKey<'a> {
 }
 
 impl<'a> TensorKey<'a> {
+    /// The kind of the parameters themselves. Optimizers name the other kinds.
+    pub const MODEL: &'static str = "model";
+
     /// Returns the key of a parameter's items from `start` on.
     pub fn model(parameter: &'a str, start: usize) -> Self {
-        Self { kind: MODEL, parameter, start }
+        Self { kind: Self::MODEL, parameter, start }
     }
 
     /// Parses a displayed key.
@@ -46,9 +46,9 @@ impl<'a> TensorKey<'a> {
         Some(Self { kind, parameter, start: start.parse().ok()? })
     }
 
-    /// Returns the kind and parameter of the key.
-    pub(super) fn kind_and_parameter(self) -> KindAndParameter {
-        (self.kind.to_owned(), self.parameter.to_owned())
+    /// Returns the parameter and kind of the key.
+    pub(super) fn parameter_and_kind(self) -> ParameterAndKind {
+        (self.parameter.to_owned(), self.kind.to_owned())
     }
 }
 
@@ -58,8 +58,8 @@ impl fmt::Display for TensorKey<'_> {
     }
 }
 
-/// The kind and the parameter of a tensor.
-pub(super) type KindAndParameter = (String, String);
+/// The parameter and the kind of a tensor.
+pub(super) type ParameterAndKind = (String, String);
 
 #[cfg(test)]
 mod tests {

@@ -44,22 +44,22 @@ impl SharedLock {
     ///
     /// [`Error::Locked`], [`Error::Lost`], [`Error::Io`]; all processes fail if one does.
     pub(super) fn take(&self, mesh: &DeviceMesh, folder: &Path) -> Result<WriterLock> {
-        // Lock until the end, so that a second thread does not find its own process's lock file
-        // taken.
+        // Hold the mutex until the end. Otherwise a second thread of this process could try to lock
+        // the file while the first thread holds its lock.
         let mut shared = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(lock) = &*shared {
             mesh.all_ok(lock.check())?;
             return Ok(lock.clone());
         }
-        let drawn = random_number();
+        let own_number = random_number();
         let folder_lock = if mesh.is_first_process() {
-            FolderLock::take(folder, drawn).map(Some)
+            FolderLock::take(folder, own_number).map(Some)
         } else {
             Ok(None)
         };
         let folder_lock = mesh.all_ok(folder_lock)?;
         // Every process draws a number; the number of the first process is used.
-        let numbers = mesh.gather_numbers(&vec![[drawn]; mesh.local_slots().len()])?;
+        let numbers = mesh.gather_numbers(&vec![[own_number]; mesh.local_slots().len()])?;
         let [writer_id] = numbers[0];
         let lock = WriterLock { writer_id, folder_lock: folder_lock.map(Arc::new) };
         Ok(shared.insert(lock).clone())
@@ -88,8 +88,8 @@ impl WriterLock {
     }
 
     /// Logs a warning about a checkpoint, once: otherwise every save would repeat it. Only the
-    /// first process calls this, since only it removes checkpoints.
-    #[expect(clippy::expect_used, reason = "the message is the proof")]
+    /// first process calls this, since no other process removes checkpoints.
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     pub(super) fn warn_once(&self, path: &Path, warning: fmt::Arguments<'_>) {
         let folder_lock = self.folder_lock.as_ref().expect("the first process holds the folder");
         let mut warned = folder_lock.warned.lock().unwrap_or_else(PoisonError::into_inner);
@@ -98,9 +98,9 @@ impl WriterLock {
         }
     }
 
-    /// Returns true if no process of a group can be writing any more: it is this group, or the file
-    /// lock proves that no other group exists.
-    pub(super) fn is_over(&self, writer_id: Option<u64>) -> bool {
+    /// Returns true if no process of the group `writer_id` can still be writing another checkpoint:
+    /// it is this group, or the file lock proves that no other group exists.
+    pub(super) fn has_ended(&self, writer_id: Option<u64>) -> bool {
         let is_locked =
             self.folder_lock.as_ref().is_some_and(|folder_lock| folder_lock.lock.is_some());
         is_locked || writer_id == Some(self.writer_id)
@@ -123,7 +123,7 @@ impl FolderLock {
         create_folder(folder)?;
         let path = folder.join(LOCK);
         let file = open_lock(&path).at(&path)?;
-        let lock = if is_locked(folder, file.try_lock())? { Some(file) } else { None };
+        let lock = if check_lock_attempt(folder, file.try_lock())? { Some(file) } else { None };
         if lock.is_some() {
             remove_partial_files(folder);
         }
@@ -166,7 +166,7 @@ fn open_lock(path: &Path) -> io::Result<File> {
 /// # Errors
 ///
 /// [`Error::Locked`] if another process has the lock.
-fn is_locked(folder: &Path, attempt: Result<(), TryLockError>) -> Result<bool, Error> {
+fn check_lock_attempt(folder: &Path, attempt: Result<(), TryLockError>) -> Result<bool, Error> {
     match attempt {
         Ok(()) => Ok(true),
         Err(TryLockError::WouldBlock) => {
@@ -196,7 +196,7 @@ fn remove_partial_files(folder: &Path) {
     }
 }
 
-/// Warns that the file system has no locks, which must not end the run.
+/// Warns that the file system has no locks. This must not end the run.
 fn warn_without_lock(folder: &Path, cause: &io::Error) {
     tracing::warn!(
         "{} cannot be locked: {cause}. A second run in this folder could notice this one only by \
@@ -267,8 +267,9 @@ mod tests {
     fn file_system_without_locks_is_accepted() {
         let folder = tempfile::tempdir().unwrap();
         let cause = io::Error::from(io::ErrorKind::Unsupported);
-        assert!(!is_locked(folder.path(), Err(TryLockError::Error(cause))).unwrap());
-        let rejected = is_locked(folder.path(), Err(TryLockError::WouldBlock)).unwrap_err();
+        assert!(!check_lock_attempt(folder.path(), Err(TryLockError::Error(cause))).unwrap());
+        let rejected =
+            check_lock_attempt(folder.path(), Err(TryLockError::WouldBlock)).unwrap_err();
         assert!(
             rejected.to_string().ends_with("is being trained by another process"),
             "{rejected}"
@@ -283,14 +284,14 @@ mod tests {
         let others = [Some(writer_id ^ 1), None];
         let file = folder_lock.lock.take();
         let lock = WriterLock { writer_id, folder_lock: Some(Arc::new(folder_lock)) };
-        assert!(lock.is_over(Some(writer_id)));
-        assert!(others.iter().all(|&other| !lock.is_over(other)));
+        assert!(lock.has_ended(Some(writer_id)));
+        assert!(others.iter().all(|&other| !lock.has_ended(other)));
 
         let warned = Mutex::default();
         let folder_lock =
             FolderLock { folder: folder.path().to_owned(), writer_id, lock: file, warned };
         let lock = WriterLock { writer_id, folder_lock: Some(Arc::new(folder_lock)) };
-        assert!(others.iter().all(|&other| lock.is_over(other)));
+        assert!(others.iter().all(|&other| lock.has_ended(other)));
     }
 
     #[test]

@@ -144,7 +144,7 @@ impl Checkpoints {
         Self { values: AllowedValues::Any, ..self }
     }
 
-    /// Returns the newest complete checkpoint, or `None` if none was ever written.
+    /// Returns the newest complete checkpoint, or `None` if no checkpoint was ever written.
     ///
     /// A checkpoint that is damaged or of another run is skipped if there is an earlier one; the
     /// log and [`Checkpoint::skipped`] contain a warning. This reads all bytes of the checkpoint.
@@ -158,7 +158,7 @@ impl Checkpoints {
     /// because skipping a possibly intact checkpoint would lose steps.
     pub fn latest(&self) -> Result<Option<Checkpoint>> {
         let mut skipped = Vec::new();
-        for path in names::complete(&self.folder)?.into_values().rev() {
+        for path in names::find_complete(&self.folder)?.into_values().rev() {
             match self.open_verified(&path) {
                 Ok(checkpoint) => return Ok(Some(checkpoint.with_skipped(skipped))),
                 Err(error) if Severity::from_error(&error) == Severity::Transient => {
@@ -176,14 +176,15 @@ impl Checkpoints {
     /// Every process of the mesh calls this, and all load the same checkpoint. If any process finds
     /// it damaged or cannot load it, all skip it, as in [`latest`](Self::latest).
     ///
-    /// Every process must call the same collectives. So an operation that may fail on one process
-    /// alone, such as reading a private file, must not precede a collective in `load`, where the
-    /// others would wait for it. Run it before or after this call.
+    /// Every process must call the same collectives. So in `load`, an operation that may fail on
+    /// one process alone, such as reading a private file, must not precede a collective: if it
+    /// fails, the other processes wait forever in the collective. Run such an operation before or
+    /// after this call.
     ///
     /// # Errors
     ///
     /// [`Error::NoUsableCheckpoint`], with the reasons, if there are checkpoints but none can be
-    /// used: `load` may have changed something then. [`Error::Io`] or [`Error::Header`] if the
+    /// used; `load` may then have changed something. [`Error::Io`] or [`Error::Header`] if the
     /// folder or an existing file cannot be read, and [`Error::OtherProcess`] in the other
     /// processes; [`Error::Mesh`] if a process does not answer.
     ///
@@ -224,17 +225,17 @@ impl Checkpoints {
         let mut skipped = Vec::new();
         let mut before_step = None;
         while let Some(step) = self.newest_before(mesh, before_step)? {
-            let path = self.folder.join(names::name(step));
-            let loaded = mesh.all_ok(self.open(&path)).and_then(|checkpoint| {
-                let loaded = mesh.all_ok(load(&checkpoint).map_err(E::into))?;
-                Ok((checkpoint, loaded))
+            let path = self.folder.join(names::complete_name(step));
+            let result = mesh.all_ok(self.open(&path)).and_then(|checkpoint| {
+                let value = mesh.all_ok(load(&checkpoint).map_err(E::into))?;
+                Ok((checkpoint, value))
             });
-            match loaded {
-                Ok((checkpoint, loaded)) => {
-                    return Ok(Some((checkpoint.with_skipped(skipped), loaded)));
+            match result {
+                Ok((checkpoint, value)) => {
+                    return Ok(Some((checkpoint.with_skipped(skipped), value)));
                 }
-                // The mesh failed, not the checkpoint, so the processes cannot agree on the next
-                // one.
+                // The mesh failed, not the checkpoint, so the processes cannot agree on another
+                // checkpoint.
                 Err(error @ Error::Mesh(_)) => return Err(error),
                 Err(error) if is_transient_anywhere(mesh, &error)? => return Err(error),
                 Err(error) => skip(&mut skipped, path, error),
@@ -246,14 +247,15 @@ impl Checkpoints {
 
     /// Returns the newest step before `before_step` with a checkpoint that the first process sees.
     fn newest_before(&self, mesh: &DeviceMesh, before_step: Option<u64>) -> Result<Option<u64>> {
-        let complete = mesh.all_ok(names::complete(&self.folder))?;
+        let complete = mesh.all_ok(names::find_complete(&self.folder))?;
         let newest = complete
             .into_keys()
             .rev()
             .find(|step| before_step.is_none_or(|before_step| *step < before_step));
-        let local = newest.map_or([0, 0], |step| [1, step]);
-        let steps = mesh.gather_numbers(&vec![local; mesh.local_slots().len()])?;
-        let [exists, step] = steps[0];
+        let local_numbers = newest.map_or([0, 0], |step| [1, step]);
+        let numbers = mesh.gather_numbers(&vec![local_numbers; mesh.local_slots().len()])?;
+        // The numbers of the first slot are those of the first process.
+        let [exists, step] = numbers[0];
         Ok((exists == 1).then_some(step))
     }
 
@@ -264,7 +266,7 @@ impl Checkpoints {
     ///
     /// [`Error::Io`] if the folder cannot be read.
     pub fn steps(&self) -> Result<Vec<u64>> {
-        let complete = names::complete(&self.folder)?;
+        let complete = names::find_complete(&self.folder)?;
         let usable = complete.into_iter().filter(|(_, path)| self.open(path).is_ok());
         Ok(usable.map(|(step, _)| step).collect())
     }
@@ -284,9 +286,9 @@ impl Checkpoints {
     /// Writes a checkpoint after `step` steps: the tensors of all slots, and a serializable
     /// `state`. Returns when it is complete.
     ///
-    /// Every process of the mesh calls this, with the same folder, which all of them must see. Each
-    /// writes the files of its slots, and the first process writes the index and removes old
-    /// checkpoints. If one process fails, all return an error.
+    /// Every process of the mesh calls this, with the same folder, which all processes must see.
+    /// Each process writes the files of its slots, and the first process writes the index and
+    /// removes old checkpoints. If one process fails, all processes return an error.
     ///
     /// # Errors
     ///
@@ -342,10 +344,10 @@ fn skip(skipped: &mut Vec<SkippedCheckpoint>, path: PathBuf, error: Error) {
     skipped.push(checkpoint);
 }
 
-/// Returns true if the system failed to read in any process: other processes see only that one
-/// failed.
+/// Returns true if the system failed to read in any process. The processes exchange this, because
+/// the error of the other processes only says that one process failed.
 fn is_transient_anywhere(mesh: &DeviceMesh, error: &Error) -> Result<bool> {
-    let local = u64::from(Severity::from_error(error) == Severity::Transient);
-    let all = mesh.gather_numbers(&vec![[local]; mesh.local_slots().len()])?;
+    let local_number = u64::from(Severity::from_error(error) == Severity::Transient);
+    let all = mesh.gather_numbers(&vec![[local_number]; mesh.local_slots().len()])?;
     Ok(all.contains(&[1]))
 }

@@ -11,25 +11,26 @@ use crate::{
     error::{Error, Result},
 };
 
-/// The end of a folder's name while the checkpoint is written or removed.
+/// The end of a folder's name while the checkpoint is being written or removed.
 const PARTIAL: &str = ".partial";
 
 /// Returns the name of a complete checkpoint.
-pub(super) fn name(step: u64) -> String {
+pub(super) fn complete_name(step: u64) -> String {
     format!("step-{step:010}")
 }
 
 /// Returns the name of a checkpoint that a group of processes is writing or removing.
 pub(super) fn partial_name(step: u64, writer_id: u64) -> String {
-    format!("{}.{writer_id:016x}{PARTIAL}", name(step))
+    format!("{}.{writer_id:016x}{PARTIAL}", complete_name(step))
 }
 
-/// Returns the new name of a foreign checkpoint, if it has the name that a new checkpoint needs.
+/// Returns the name to which a foreign checkpoint is renamed if it has the name that a new
+/// checkpoint needs.
 pub(super) fn moved_name(step: u64, writer_id: u64) -> String {
-    format!("{}.{writer_id:016x}.moved", name(step))
+    format!("{}.{writer_id:016x}.moved", complete_name(step))
 }
 
-/// Checks that a folder with the name of a step has the name of this step.
+/// Checks that a folder is not named after another step than `step`.
 ///
 /// # Errors
 ///
@@ -42,9 +43,9 @@ pub(super) fn check_step(path: &Path, step: u64) -> Result<()> {
 }
 
 /// Returns the folders in `folder` with the name of a complete checkpoint, by step.
-pub(super) fn complete(folder: &Path) -> Result<BTreeMap<u64, PathBuf>> {
+pub(super) fn find_complete(folder: &Path) -> Result<BTreeMap<u64, PathBuf>> {
     let mut complete = BTreeMap::new();
-    for path in folders(folder)? {
+    for path in list_folders(folder)? {
         if let Some(step) = folder_name(&path).and_then(parse_name) {
             complete.insert(step, path);
         }
@@ -52,19 +53,19 @@ pub(super) fn complete(folder: &Path) -> Result<BTreeMap<u64, PathBuf>> {
     Ok(complete)
 }
 
-/// A folder of an interrupted process.
+/// A folder that a process was writing or removing when it was interrupted.
 #[derive(Debug)]
 pub(super) struct PartialFolder {
     pub(super) path: PathBuf,
     pub(super) step: u64,
-    /// The group of processes that wrote it; `None` for a program without writer ids.
+    /// The group of processes that wrote the folder; `None` if it has no writer id.
     pub(super) writer_id: Option<u64>,
 }
 
 /// Returns the folders in `folder` that an interrupted process was writing or removing.
-pub(super) fn partial(folder: &Path) -> Result<Vec<PartialFolder>> {
+pub(super) fn find_partial(folder: &Path) -> Result<Vec<PartialFolder>> {
     let mut partial = Vec::new();
-    for path in folders(folder)? {
+    for path in list_folders(folder)? {
         if let Some((step, writer_id)) = folder_name(&path).and_then(parse_partial_name) {
             partial.push(PartialFolder { path, step, writer_id });
         }
@@ -73,7 +74,7 @@ pub(super) fn partial(folder: &Path) -> Result<Vec<PartialFolder>> {
 }
 
 /// Returns the folders in `folder`, which need not exist.
-fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
+fn list_folders(folder: &Path) -> Result<Vec<PathBuf>> {
     let entries = match fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         entries => entries.at(folder)?,
@@ -96,7 +97,7 @@ fn folder_name(path: &Path) -> Option<&str> {
 /// Returns the step in the name of a complete checkpoint, or `None` for any other name.
 fn parse_name(text: &str) -> Option<u64> {
     let step = text.strip_prefix("step-")?.parse().ok()?;
-    (name(step) == text).then_some(step)
+    (complete_name(step) == text).then_some(step)
 }
 
 /// Returns the step in the name of a partial folder, and the writer id, if it has one.
@@ -117,7 +118,7 @@ mod tests {
     #[test]
     fn names_round_trip() {
         for step in [0, 7, 9_999_999_999, 10_000_000_000, u64::MAX] {
-            assert_eq!(parse_name(&name(step)), Some(step));
+            assert_eq!(parse_name(&complete_name(step)), Some(step));
             for writer_id in [0, 0xcafe, u64::MAX] {
                 let partial = partial_name(step, writer_id);
                 assert_eq!(parse_partial_name(&partial), Some((step, Some(writer_id))));

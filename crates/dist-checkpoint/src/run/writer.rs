@@ -25,7 +25,7 @@ use crate::{
     safetensors::{checksum::Checksum, tensor_file::WrittenFile},
 };
 
-/// A checkpoint while it is written.
+/// A checkpoint that is being written.
 pub(super) struct CheckpointWriter<'a> {
     checkpoints: &'a Checkpoints,
     mesh: &'a DeviceMesh,
@@ -33,8 +33,8 @@ pub(super) struct CheckpointWriter<'a> {
     step: u64,
     /// The folder of the complete checkpoint.
     final_path: PathBuf,
-    /// The folder during the write.
-    partial: PathBuf,
+    /// The folder until the checkpoint is complete.
+    partial_path: PathBuf,
 }
 
 impl<'a> CheckpointWriter<'a> {
@@ -44,37 +44,37 @@ impl<'a> CheckpointWriter<'a> {
         lock: &'a WriterLock,
         step: u64,
     ) -> Self {
-        let final_path = checkpoints.folder.join(names::name(step));
-        let partial = checkpoints.folder.join(names::partial_name(step, lock.writer_id));
-        Self { checkpoints, mesh, lock, step, final_path, partial }
+        let final_path = checkpoints.folder.join(names::complete_name(step));
+        let partial_path = checkpoints.folder.join(names::partial_name(step, lock.writer_id));
+        Self { checkpoints, mesh, lock, step, final_path, partial_path }
     }
 
     /// Writes the checkpoint: all processes write their slots, and the first process writes the
     /// index.
     pub(super) fn write(&self, tensors: &StateDict, state: &impl Serialize) -> Result<()> {
         self.check_agreement()?;
-        let written = self
+        let result = self
             .mesh
             .all_ok(self.prepare(tensors, state))
             .and_then(|state| self.write_files(tensors, state));
-        if written.is_err() && self.mesh.is_first_process() {
+        if result.is_err() && self.mesh.is_first_process() {
             // If this fails, the next save removes the folder.
-            drop(fs::remove_dir_all(&self.partial));
+            drop(fs::remove_dir_all(&self.partial_path));
         }
-        written
+        result
     }
 
     /// Checks that all processes write the same checkpoint.
     fn check_agreement(&self) -> Result<()> {
-        // Compare the name of the run by its checksum; 0 stands for no name.
-        let run = match &self.checkpoints.run {
+        // Processes compare the name of the run by its checksum; 0 means that it has no name.
+        let run_number = match &self.checkpoints.run {
             Some(name) => 1 + u64::from(Checksum::compute(name.as_bytes()).get()),
             None => 0,
         };
         if let Some((_, other)) = self.mesh.find_mismatch(self.step)? {
             return Err(Error::step_mismatch(&self.final_path, self.step, other));
         }
-        match self.mesh.find_mismatch(run)? {
+        match self.mesh.find_mismatch(run_number)? {
             None => Ok(()),
             Some((slot, _)) => Err(Error::RunsDiffer { path: self.final_path.clone(), slot }),
         }
@@ -87,20 +87,21 @@ impl<'a> CheckpointWriter<'a> {
         if found != expected {
             return Err(Error::Slots { found, expected });
         }
-        let state = json::to_value(state)
+        let state_json = json::to_value(state)
             .map_err(|cause| json_error(&self.final_path.join(INDEX), cause))?;
         if self.mesh.is_first_process() {
             self.remove_partial()?;
             self.clear_target()?;
-            create_folder(&self.partial)?;
+            create_folder(&self.partial_path)?;
         }
-        Ok(state)
+        Ok(state_json)
     }
 
-    /// Removes partial checkpoints of interrupted runs. One that cannot be removed is harmless.
+    /// Removes partial checkpoints of interrupted runs. A partial checkpoint that cannot be removed
+    /// is harmless.
     fn remove_partial(&self) -> Result<()> {
-        for partial in names::partial(&self.checkpoints.folder)? {
-            if !self.lock.is_over(partial.writer_id) {
+        for partial in names::find_partial(&self.checkpoints.folder)? {
+            if !self.lock.has_ended(partial.writer_id) {
                 continue;
             }
             if let Err(error) = self.retire(partial.step, &partial.path) {
@@ -136,38 +137,38 @@ impl<'a> CheckpointWriter<'a> {
 
     /// Writes the files of all slots, and then the index.
     fn write_files(&self, tensors: &StateDict, state: Value) -> Result<()> {
-        let local = self.mesh.all_ok(self.write_shards(tensors))?;
-        let files = self.gather_files(&local)?;
-        let finished =
+        let local_files = self.mesh.all_ok(self.write_shards(tensors))?;
+        let files = self.gather_files(&local_files)?;
+        let result =
             if self.mesh.is_first_process() { self.finish(tensors, files, state) } else { Ok(()) };
-        self.mesh.all_ok(finished)
+        self.mesh.all_ok(result)
     }
 
     /// Writes the files of this process's slots. An empty slot has no file.
     fn write_shards(&self, tensors: &StateDict) -> Result<Vec<Option<WrittenFile>>> {
-        if !self.partial.is_dir() {
-            return Err(Error::NotShared { path: self.partial.clone() });
+        if !self.partial_path.is_dir() {
+            return Err(Error::NotShared { path: self.partial_path.clone() });
         }
-        let mut written = Vec::new();
+        let mut files = Vec::new();
         for (slot, entries) in self.mesh.local_slots().zip(&tensors.slots) {
             let file = shard::name(slot, self.mesh.len());
-            let path = self.partial.join(&file);
+            let path = self.partial_path.join(&file);
             let origin = FileOrigin { run: self.checkpoints.run.clone(), step: self.step, file };
-            written.push(if entries.is_empty() {
+            files.push(if entries.is_empty() {
                 None
             } else {
                 Some(write(&path, &origin, entries, self.checkpoints.values)?)
             });
         }
-        Ok(written)
+        Ok(files)
     }
 
-    /// Gathers the files of all slots. `local` contains the files of this process's slots.
-    fn gather_files(&self, local: &[Option<WrittenFile>]) -> Result<Vec<IndexedFile>> {
-        let numbers: Vec<_> = local.iter().copied().map(to_numbers).collect();
-        let all = self.mesh.gather_numbers(&numbers)?;
+    /// Gathers the files of all slots. `local_files` are the files of this process's slots.
+    fn gather_files(&self, local_files: &[Option<WrittenFile>]) -> Result<Vec<IndexedFile>> {
+        let local_numbers: Vec<_> = local_files.iter().copied().map(to_numbers).collect();
+        let all_numbers = self.mesh.gather_numbers(&local_numbers)?;
         let mut files = Vec::new();
-        for (slot, numbers) in all.into_iter().enumerate() {
+        for (slot, numbers) in all_numbers.into_iter().enumerate() {
             if let Some(written) = from_numbers(numbers) {
                 files.push(IndexedFile::new(shard::name(slot, self.mesh.len()), written));
             }
@@ -180,20 +181,20 @@ impl<'a> CheckpointWriter<'a> {
         let StateDict { parameters, trainer, .. } = tensors.clone();
         let run = self.checkpoints.run.clone();
         let index = Index::new(run, self.step, parameters, files, trainer, state);
-        index.write(&self.partial.join(INDEX))?;
-        sync_folder(&self.partial)?;
-        rename(&self.partial, &self.final_path)?;
+        index.write(&self.partial_path.join(INDEX))?;
+        sync_folder(&self.partial_path)?;
+        rename(&self.partial_path, &self.final_path)?;
         self.remove_old();
         Ok(())
     }
 
     /// Removes damaged checkpoints, and checkpoints beyond the number to keep.
     ///
-    /// A checkpoint that cannot be opened for another reason stays, because it may belong to
-    /// another run. A checkpoint that cannot be removed stays with a warning in the log; the new
-    /// checkpoint is complete in any case.
+    /// A checkpoint that cannot be opened for another reason than damage stays, because it may
+    /// belong to another run. A checkpoint that cannot be removed stays with a warning in the log;
+    /// the new checkpoint is complete in any case.
     fn remove_old(&self) {
-        let complete = match names::complete(&self.checkpoints.folder) {
+        let complete = match names::find_complete(&self.checkpoints.folder) {
             Ok(complete) => complete,
             Err(error) => return tracing::warn!("old checkpoints stay: {error}"),
         };

@@ -4,16 +4,34 @@
 //! A 32-bit checksum detects every change of up to 32 consecutive bits, and all but one in four
 //! billion of other changes.
 
-use std::{
-    fmt,
-    io::{self, Read},
-};
+use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
 /// The size of a tensor's blocks. Each block has a checksum, so that a range of items can be
 /// checked without reading the others. A checksum takes 8 bytes of the header.
 pub(crate) const BLOCK: usize = 1 << 20;
+
+/// The key of the header's own checksum in the metadata of a safetensors file. It is computed with
+/// zeros in its place.
+pub(crate) const HEADER_KEY: &str = "crc32";
+
+/// Returns the key of a tensor's checksums in the metadata of a safetensors file.
+pub(crate) fn tensor_key(name: &str) -> String {
+    format!("{HEADER_KEY}:{name}")
+}
+
+/// Returns the key of another file's checksum in the metadata of a safetensors file.
+pub(crate) fn file_key(name: &str) -> String {
+    format!("{HEADER_KEY}/{name}")
+}
+
+/// Returns the name of the file that a key belongs to, or `None` for other keys. A name with a
+/// folder is not the name of a file beside the weights.
+pub(crate) fn file_of_key(key: &str) -> Option<&str> {
+    let name = key.strip_prefix(HEADER_KEY)?.strip_prefix('/')?;
+    (!name.is_empty() && name != ".." && !name.contains(['/', '\\'])).then_some(name)
+}
 
 /// The checksum of some bytes, displayed as 8 hexadecimal digits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -79,32 +97,6 @@ pub(crate) fn parse_digits(digits: &str, n_bytes: usize) -> Option<Vec<Checksum>
     blocks.filter(|blocks| blocks.len() == n_bytes.div_ceil(BLOCK))
 }
 
-/// A reader that computes the checksum of the bytes read through it.
-#[derive(Debug, Default)]
-pub(crate) struct ChecksumReader<R> {
-    reader: R,
-    hasher: crc32fast::Hasher,
-}
-
-impl<R> ChecksumReader<R> {
-    pub(crate) fn new(reader: R) -> Self {
-        Self { reader, hasher: crc32fast::Hasher::new() }
-    }
-
-    /// Returns the checksum of all bytes read.
-    pub(crate) fn checksum(self) -> Checksum {
-        Checksum(self.hasher.finalize())
-    }
-}
-
-impl<R: Read> Read for ChecksumReader<R> {
-    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        let n_read = self.reader.read(bytes)?;
-        self.hasher.update(&bytes[..n_read]);
-        Ok(n_read)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -113,10 +105,6 @@ mod tests {
     fn checksum_matches_zlib() {
         // The check value of CRC-32/ISO-HDLC in the catalogue of CRC algorithms.
         assert_eq!(Checksum::compute(b"123456789").to_string(), "cbf43926");
-        let mut summing = ChecksumReader::new(&b"123456789"[..]);
-        summing.read_exact(&mut [0; 4]).unwrap();
-        io::copy(&mut summing, &mut io::sink()).unwrap();
-        assert_eq!(summing.checksum(), Checksum::compute(b"123456789"));
     }
 
     #[test]

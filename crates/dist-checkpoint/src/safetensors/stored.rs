@@ -1,8 +1,9 @@
 //! The reader of ranges of items in safetensors files.
 
 use std::{
-    fs::{self, File},
-    io::{Read, Seek, SeekFrom},
+    collections::BTreeMap,
+    fs::File,
+    io::{self, Read, Seek, SeekFrom},
     ops::Range,
     path::Path,
     sync::Arc,
@@ -12,33 +13,71 @@ use candle_core::{DType, Device, Tensor};
 use fsdp_plan::support::{SafetensorsHeader, StoredTensor};
 
 use crate::{
-    disk::AtPath,
+    disk::{AtPath, check_file},
     dtype::dtype_of,
-    error::{Doing, Error, Result, parameter::ParameterError},
+    error::{Doing, Error, Result, file_part::FilePart, parameter::ParameterError},
+    safetensors::{
+        checksum::{BLOCK, Checksum, HEADER_KEY, parse_digits, tensor_key},
+        finite::AllowedValues,
+        scan::{BlockScan, PIECE, ScanResult},
+    },
 };
 
-/// The items of a tensor in a file.
+/// The items of a tensor in a file, with their checksums if the file has any.
 #[derive(Clone, Debug)]
 pub(crate) struct StoredItems {
     file: Arc<Path>,
+    name: String,
     dtype: DType,
     /// The position of the first item in the file.
     offset: u64,
+    /// The number of bytes of all items.
+    n_bytes: usize,
+    /// The checksum of each block.
+    checksums: Option<Vec<Checksum>>,
 }
 
 impl StoredItems {
-    /// Returns the items of a tensor that the header of `file` describes.
+    /// Returns the items of a tensor that the header of `file` describes; `metadata` may contain
+    /// their checksums.
     ///
     /// # Errors
     ///
-    /// [`ParameterError::UnknownDtype`] if candle cannot hold them.
-    pub(crate) fn new(file: &Arc<Path>, tensor: &StoredTensor) -> Result<Self> {
+    /// [`ParameterError::UnknownDtype`] if candle cannot hold them, [`Error::NoChecksum`] if their
+    /// checksums are malformed.
+    pub(crate) fn new(
+        file: &Arc<Path>,
+        tensor: &StoredTensor,
+        metadata: &BTreeMap<String, String>,
+    ) -> Result<Self> {
         let info = &tensor.info;
-        let dtype = dtype_of(info.dtype()).ok_or_else(|| ParameterError::UnknownDtype {
-            name: info.name().to_owned(),
-            dtype: info.dtype().to_string(),
-        })?;
-        Ok(Self { file: Arc::clone(file), dtype, offset: tensor.range.start })
+        let name = info.name().to_owned();
+        let Some(dtype) = dtype_of(info.dtype()) else {
+            let dtype = info.dtype().to_string();
+            return Err(ParameterError::UnknownDtype { name, dtype }.into());
+        };
+        // The file is as long as its header says, so only a system with small addresses can fail.
+        let n_bytes = usize::try_from(info.bytes()).map_err(|_| no_checksum(file, &name))?;
+        let checksums = match metadata.get(&tensor_key(&name)) {
+            None => None,
+            Some(digits) => {
+                Some(parse_digits(digits, n_bytes).ok_or_else(|| no_checksum(file, &name))?)
+            }
+        };
+        let offset = tensor.range.start;
+        Ok(Self { file: Arc::clone(file), name, dtype, offset, n_bytes, checksums })
+    }
+
+    /// Requires checksums.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoChecksum`] without checksums.
+    pub(crate) fn require_checksums(&self) -> Result<()> {
+        match self.checksums {
+            Some(_) => Ok(()),
+            None => Err(no_checksum(&self.file, &self.name)),
+        }
     }
 
     /// Returns the path of the file.
@@ -51,64 +90,175 @@ impl StoredItems {
         self.dtype
     }
 
-    /// Returns the size of an item in bytes.
-    pub(crate) fn item_bytes(&self) -> usize {
-        self.dtype.size_in_bytes()
-    }
-
-    /// Reads some of the tensor's items as one dimension on the processor.
+    /// Reads some of the tensor's items as one dimension on the processor, and checks their blocks.
     ///
     /// # Errors
     ///
-    /// [`Error::Io`] if the file cannot be read.
-    pub(crate) fn read(&self, items: Range<usize>) -> Result<Tensor> {
-        let mut bytes = vec![0; items.len() * self.item_bytes()];
-        let mut file = self.bytes_from(items.start * self.item_bytes())?;
-        file.read_exact(&mut bytes).at(&self.file)?;
-        self.tensor(&bytes)
+    /// [`Error::Io`] if the file cannot be read, [`Error::Checksum`] if it is damaged,
+    /// [`Error::NotFinite`] if the blocks contain a number that `values` rejects.
+    pub(crate) fn read(&self, items: Range<usize>, values: AllowedValues) -> Result<Tensor> {
+        let size = self.dtype.size_in_bytes();
+        let wanted = items.start * size..items.end * size;
+        // Without checksums there is no reason to read complete blocks.
+        let (begin, end) = match self.checksums {
+            Some(_) => {
+                let end = wanted.end.next_multiple_of(BLOCK).min(self.n_bytes);
+                (wanted.start / BLOCK * BLOCK, end)
+            }
+            None => (wanted.start, wanted.end),
+        };
+        let mut bytes = vec![0; end - begin];
+        let mut file = self.open_at(begin)?;
+        let mut first = begin;
+        for bytes in bytes.chunks_mut(BLOCK) {
+            self.read_block(&mut file, first, bytes, values)?;
+            first += bytes.len();
+        }
+        let bytes = &bytes[wanted.start - begin..wanted.end - begin];
+        Tensor::from_raw_buffer(bytes, self.dtype, &[items.len()], &Device::Cpu)
+            .doing("reading a tensor of a file")
+    }
+
+    /// Reads and checks all items.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`read`](Self::read).
+    pub(crate) fn verify(&self, values: AllowedValues) -> Result<()> {
+        let mut bytes = vec![0; self.n_bytes.min(BLOCK)];
+        let mut file = self.open_at(0)?;
+        for first in (0..self.n_bytes).step_by(BLOCK) {
+            let len = (self.n_bytes - first).min(BLOCK);
+            self.read_block(&mut file, first, &mut bytes[..len], values)?;
+        }
+        Ok(())
     }
 
     /// Opens the file at a byte of the tensor.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Io`] if it cannot be opened.
-    pub(crate) fn bytes_from(&self, first: usize) -> Result<File> {
+    fn open_at(&self, first: usize) -> Result<File> {
         let mut file = File::open(&self.file).at(&self.file)?;
         file.seek(SeekFrom::Start(self.offset + first as u64)).at(&self.file)?;
         Ok(file)
     }
 
-    /// Makes a tensor of one dimension on the processor from the bytes of some items.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Tensor`] if candle fails.
-    pub(crate) fn tensor(&self, bytes: &[u8]) -> Result<Tensor> {
-        let len = bytes.len() / self.item_bytes();
-        Tensor::from_raw_buffer(bytes, self.dtype, &[len], &Device::Cpu)
-            .doing("reading a tensor of a file")
+    /// Reads and checks the bytes from `first` on, at most a block.
+    fn read_block(
+        &self,
+        file: &mut File,
+        first: usize,
+        bytes: &mut [u8],
+        values: AllowedValues,
+    ) -> Result<()> {
+        let mut scan = BlockScan::new(self.dtype, values);
+        for piece in bytes.chunks_mut(PIECE) {
+            file.read_exact(piece).at(&self.file)?;
+            scan.add(piece);
+        }
+        let ScanResult { checksum, rejected } = scan.finish();
+        if let Some(checksums) = &self.checksums {
+            let part = || FilePart::Tensor(self.name.clone());
+            check(&self.file, checksums[first / BLOCK], checksum, part)?;
+        }
+        match rejected {
+            None => Ok(()),
+            Some(item) => Err(Error::NotFinite {
+                path: self.file.to_path_buf(),
+                tensor: self.name.clone(),
+                item: first / self.dtype.size_in_bytes() + item,
+            }),
+        }
     }
 }
 
-/// Reads the header of a file, and checks the length of the file.
+/// Compares the checksum of a part of a file.
 ///
 /// # Errors
 ///
-/// [`Error::Io`], [`Error::Header`] or [`Error::Extent`].
+/// [`Error::Checksum`].
+pub(crate) fn check(
+    path: &Path,
+    expected: Checksum,
+    found: Checksum,
+    part: impl FnOnce() -> FilePart,
+) -> Result<()> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(Error::Checksum {
+        path: path.to_owned(),
+        part: part(),
+        expected: expected.get(),
+        found: found.get(),
+    })
+}
+
+fn no_checksum(path: &Path, tensor: &str) -> Error {
+    Error::NoChecksum { path: path.to_owned(), part: FilePart::Tensor(tensor.to_owned()) }
+}
+
+/// Reads the header of a file, checks its checksum if it has one, and checks the length of the
+/// file.
+///
+/// # Errors
+///
+/// [`Error::Io`], [`Error::Header`], [`Error::Checksum`], [`Error::NoChecksum`] or
+/// [`Error::Extent`].
 pub(crate) fn header(path: &Path) -> Result<SafetensorsHeader> {
-    let header = parse(path, File::open(path).at(path)?)?;
-    check_extent(path, &header, fs::metadata(path).at(path)?.len())?;
+    let found = check_file(path).at(path)?.len();
+    let (header, bytes) = parse(path, File::open(path).at(path)?)?;
+    if let Ok(metadata) = header.metadata() {
+        check_header(path, metadata, bytes)?;
+    }
+    check_extent(path, &header, found)?;
     Ok(header)
 }
 
-/// Reads the header of the file at `path` from `file`, without reading further.
+/// Reads the header of the file at `path` from `file`, without reading further; returns its bytes
+/// too.
 ///
 /// # Errors
 ///
 /// [`Error::Header`].
-pub(crate) fn parse(path: &Path, file: impl Read) -> Result<SafetensorsHeader> {
-    SafetensorsHeader::read(file).map_err(|cause| Error::header(path, cause))
+pub(crate) fn parse(path: &Path, file: impl Read) -> Result<(SafetensorsHeader, Vec<u8>)> {
+    let mut recording = RecordingReader { reader: file, bytes: Vec::new() };
+    let header =
+        SafetensorsHeader::read(&mut recording).map_err(|cause| Error::header(path, cause))?;
+    Ok((header, recording.bytes))
+}
+
+/// A reader that keeps a copy of the bytes read through it.
+struct RecordingReader<R> {
+    reader: R,
+    bytes: Vec<u8>,
+}
+
+impl<R: Read> Read for RecordingReader<R> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let n_read = self.reader.read(bytes)?;
+        self.bytes.extend_from_slice(&bytes[..n_read]);
+        Ok(n_read)
+    }
+}
+
+/// Checks the header's own checksum. Files of other writers have none.
+fn check_header(path: &Path, metadata: &BTreeMap<String, String>, bytes: Vec<u8>) -> Result<()> {
+    let malformed = || Error::NoChecksum { path: path.to_owned(), part: FilePart::Header };
+    let Some(digits) = metadata.get(HEADER_KEY) else {
+        let has_others = metadata.keys().any(|key| key.starts_with(HEADER_KEY));
+        return if has_others { Err(malformed()) } else { Ok(()) };
+    };
+    let expected = Checksum::parse(digits).ok_or_else(malformed)?;
+    let found = header_checksum(bytes, expected).ok_or_else(malformed)?;
+    check(path, expected, found, || FilePart::Header)
+}
+
+/// Returns the checksum of a header with zeros in place of `stored`, or `None` if it lacks `stored`.
+pub(crate) fn header_checksum(mut bytes: Vec<u8>, stored: Checksum) -> Option<Checksum> {
+    let field = format!("\"{HEADER_KEY}\":\"{stored}\"").into_bytes();
+    let start = bytes.windows(field.len()).position(|found| found == field)?;
+    let end = start + field.len() - 1;
+    bytes[end - Checksum::DIGITS..end].fill(b'0');
+    Some(Checksum::compute(&bytes))
 }
 
 /// Checks that a file of `found` bytes has the length that its header describes.

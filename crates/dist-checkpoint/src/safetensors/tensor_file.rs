@@ -18,7 +18,7 @@ use crate::{
     disk::{AtPath, between_calls},
     error::{Doing, Error, Result, parameter::ParameterError},
     safetensors::{
-        checksum::{BLOCK, Checksum, to_digits},
+        checksum::{BLOCK, Checksum, HEADER_KEY, tensor_key, to_digits},
         finite::AllowedValues,
         scan::{BlockScan, PIECE, ScanResult},
         stored::header_bytes,
@@ -82,6 +82,11 @@ impl TensorInfo {
 ///
 /// It copies at most one tensor at a time. Tensors may be views, on any device.
 ///
+/// The metadata of the file contains checksums: `crc32` of the header, and `crc32:NAME` of each
+/// block of 1 MiB of a tensor, 8 hexadecimal digits for each. [`StoredWeights`] compares them.
+///
+/// [`StoredWeights`]: crate::StoredWeights
+///
 /// # Examples
 ///
 /// ```
@@ -121,7 +126,8 @@ pub(crate) struct WrittenFile {
 }
 
 impl<W: Write + Seek> TensorFile<W> {
-    /// Writes the header of a file of these tensors to `out`, which is the file at `path`.
+    /// Writes the header of a file of these tensors to `out`, which is the file at `path`. The
+    /// checksums are zeros until the file is finished.
     ///
     /// The items must follow in this order. Readers map files into memory, so
     /// [sort](TensorInfo::sort) the tensors first, or some are not aligned.
@@ -130,32 +136,13 @@ impl<W: Write + Seek> TensorFile<W> {
     ///
     /// [`Error::Header`] if a file with this many tensors could not be read, [`Error::Io`].
     pub fn create(
-        out: W,
+        mut out: W,
         path: impl Into<PathBuf>,
         tensors: &[TensorInfo],
         metadata: BTreeMap<String, String>,
     ) -> Result<Self> {
-        Self::with_header(out, path.into(), FileHeader::new(tensors, metadata))
-    }
-
-    /// Writes a header like [`create`](Self::create), and reserves space in the metadata for the
-    /// checksums of each tensor: zeros until the file is finished.
-    pub(crate) fn create_checked(
-        out: W,
-        path: impl Into<PathBuf>,
-        tensors: &[TensorInfo],
-        metadata: BTreeMap<String, String>,
-    ) -> Result<Self> {
-        let mut header = FileHeader::new(tensors, metadata);
-        header.has_checksums = true;
-        for info in tensors {
-            let zeros = vec![Checksum::default(); info.n_bytes().div_ceil(BLOCK)];
-            header.metadata.insert(info.name.clone(), to_digits(&zeros));
-        }
-        Self::with_header(out, path.into(), header)
-    }
-
-    fn with_header(mut out: W, path: PathBuf, header: FileHeader) -> Result<Self> {
+        let path = path.into();
+        let header = FileHeader::new(tensors, metadata);
         let bytes = header.to_bytes(&path)?;
         between_calls();
         out.write_all(&bytes).at(&path)?;
@@ -195,34 +182,34 @@ impl<W: Write + Seek> TensorFile<W> {
             let (path, tensor) = (self.path.clone(), info.name.clone());
             return Err(Error::NotFinite { path, tensor, item });
         }
-        if self.header.has_checksums {
-            let digits = to_digits(&blocks.checksums);
-            self.header.metadata.insert(info.name.clone(), digits);
-        }
+        self.header.metadata.insert(tensor_key(&info.name), to_digits(&blocks.checksums));
         self.n_written += 1;
         Ok(())
     }
 
-    /// Returns the file after all tensors were written. It may not be synced to disk yet.
+    /// Writes the checksums after all tensors, and returns the file. It may not be synced to disk
+    /// yet.
     ///
     /// # Errors
     ///
-    /// [`Error::TensorCount`] if some are missing.
+    /// [`Error::TensorCount`] if tensors are missing, [`Error::Io`].
     pub fn finish(self) -> Result<W> {
+        Ok(self.finish_described()?.0)
+    }
+
+    /// Finishes like [`finish`](Self::finish), and returns the entry for the index too.
+    pub(crate) fn finish_described(mut self) -> Result<(W, WrittenFile)> {
         if self.n_written < self.header.tensors.len() {
             return Err(self.count_error(self.n_written));
         }
-        Ok(self.out)
-    }
-
-    /// Finishes like [`finish`](Self::finish), after writing the checksums.
-    pub(crate) fn finish_checked(mut self) -> Result<(W, WrittenFile)> {
+        let unchecked = Checksum::compute(&self.header.to_bytes(&self.path)?);
+        self.header.metadata.insert(HEADER_KEY.to_owned(), unchecked.to_string());
         let header = self.header.to_bytes(&self.path)?;
         let bytes = (header.len() + self.header.n_bytes()) as u64;
         between_calls();
         self.out.rewind().at(&self.path)?;
         self.out.write_all(&header).at(&self.path)?;
-        Ok((self.finish()?, WrittenFile { bytes, header: Checksum::compute(&header) }))
+        Ok((self.out, WrittenFile { bytes, header: Checksum::compute(&header) }))
     }
 
     fn count_error(&self, found: usize) -> Error {
@@ -234,21 +221,24 @@ impl<W: Write + Seek> TensorFile<W> {
 /// The header of a file.
 #[derive(Debug)]
 struct FileHeader {
+    /// The texts of the caller, and the checksums.
     metadata: BTreeMap<String, String>,
-    has_checksums: bool,
     /// The tensors, with the positions of their bytes.
     tensors: Vec<(TensorInfo, usize)>,
 }
 
 impl FileHeader {
-    fn new(tensors: &[TensorInfo], metadata: BTreeMap<String, String>) -> Self {
+    fn new(tensors: &[TensorInfo], mut metadata: BTreeMap<String, String>) -> Self {
         let mut end = 0;
         let mut placed = Vec::with_capacity(tensors.len());
+        metadata.insert(HEADER_KEY.to_owned(), Checksum::default().to_string());
         for info in tensors {
+            let zeros = vec![Checksum::default(); info.n_bytes().div_ceil(BLOCK)];
+            metadata.insert(tensor_key(&info.name), to_digits(&zeros));
             placed.push((info.clone(), end));
             end += info.n_bytes();
         }
-        Self { metadata, has_checksums: false, tensors: placed }
+        Self { metadata, tensors: placed }
     }
 
     /// Returns the number of bytes of all tensors.
@@ -266,9 +256,7 @@ impl FileHeader {
 impl Serialize for FileHeader {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(None)?;
-        if !self.metadata.is_empty() {
-            map.serialize_entry("__metadata__", &self.metadata)?;
-        }
+        map.serialize_entry("__metadata__", &self.metadata)?;
         for (info, begin) in &self.tensors {
             let file_info = FileTensorInfo {
                 dtype: info.dtype.into(),

@@ -152,7 +152,7 @@ fn replace_shard(checkpoint: &Checkpoint, bytes: &[u8]) {
 #[expect(clippy::disallowed_types, reason = "the safetensors crate requires a hash map")]
 fn shard<V: safetensors::View>(tensors: Vec<(&str, V)>) -> Vec<u8> {
     let checksum = |tensor: &V| format!("{:08x}", crc32fast::hash(&tensor.data()));
-    let texts = tensors.iter().map(|(name, tensor)| ((*name).to_owned(), checksum(tensor)));
+    let texts = tensors.iter().map(|(name, tensor)| (format!("crc32:{name}"), checksum(tensor)));
     let origin = [("step", "1"), ("file", SHARD)];
     let origin = origin.map(|(key, text)| (key.to_owned(), text.to_owned()));
     let texts: std::collections::HashMap<_, _> = texts.chain(origin).collect();

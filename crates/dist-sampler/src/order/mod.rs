@@ -96,7 +96,7 @@ impl EpochOrder {
             Self::Sequential => position,
             Self::Streaming { permutation, .. } => permutation.get(position),
             Self::Weighted { table, seed, .. } => table.draw(*seed, position),
-            Self::Cached(order) => entry(order.samples(), position),
+            Self::Cached(order) => sample_at(order.samples(), position),
         }
     }
 
@@ -106,15 +106,15 @@ impl EpochOrder {
         match self {
             Self::Streaming { permutation, .. } => permutation.fill(first, step, out),
             Self::Weighted { table, seed, .. } => table.fill(*seed, first, step, out),
-            Self::Sequential => write(out, |n| first + n * step),
+            Self::Sequential => fill_with(out, |n| first + n * step),
             Self::Cached(order) => {
                 let samples = order.samples();
-                write(out, |n| entry(samples, first + n * step));
+                fill_with(out, |n| sample_at(samples, first + n * step));
             }
         }
     }
 
-    /// Returns the first position of `sample`, or `None` if there is none.
+    /// Returns the first position of `sample`, or `None` if the order does not contain it.
     pub(crate) fn position(&self, sample: u64) -> Option<u64> {
         match self {
             Self::Sequential => Some(sample),
@@ -137,11 +137,12 @@ impl EpochOrder {
     clippy::cast_possible_truncation,
     reason = "positions are less than the length of the table, a `usize`"
 )]
-fn entry(samples: &[u32], position: u64) -> u64 {
+fn sample_at(samples: &[u32], position: u64) -> u64 {
     u64::from(samples[position as usize])
 }
 
-fn write(out: &mut [u64], sample: impl Fn(u64) -> u64) {
+/// Writes `sample` of each index to `out`.
+fn fill_with(out: &mut [u64], sample: impl Fn(u64) -> u64) {
     for (n, slot) in (0..).zip(out) {
         *slot = sample(n);
     }

@@ -21,11 +21,11 @@ use crate::error::{Error, Result};
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum Quota {
-    /// All samples, once.
+    /// All samples of the class, once.
     All,
-    /// At most this many, different ones in each epoch.
+    /// At most this many samples, different ones in each epoch.
     Capped(u64),
-    /// Exactly this many. A smaller class is read repeatedly, in a new order each time.
+    /// Exactly this many samples. A smaller class is read repeatedly, in a new order each time.
     Fixed(u64),
 }
 
@@ -51,7 +51,7 @@ pub(crate) struct ClassStrata {
 
 #[derive(Clone, Copy, Debug)]
 struct ClassRange {
-    /// End of its samples.
+    /// End of the class in the list of samples.
     end: usize,
     /// Number of samples per epoch.
     quota: u64,
@@ -65,7 +65,7 @@ impl ClassStrata {
         }
         let mut samples = table::allocate(labels.len() as u64)?;
         table::fill_identity(&mut samples, labels.len() as u64);
-        // A stable sort would need additional memory.
+        // The key contains the sample, because a stable sort by label would need additional memory.
         samples.sort_unstable_by_key(|&sample| (labels[sample as usize], sample));
         let mut end = 0;
         let classes = samples
@@ -100,8 +100,9 @@ impl ClassStrata {
     pub(super) fn fill(&self, table: &mut Vec<u32>, seed: Seed) {
         let mut keyed = Vec::with_capacity(self.len() as usize);
         let mut start = 0;
-        for (class, seed) in self.classes.iter().zip((0..).map(|label| seed.derive(label))) {
-            push_keyed(&self.samples[start..class.end], class.quota, seed, &mut keyed);
+        for (class, number) in self.classes.iter().zip(0..) {
+            let class_seed = seed.derive(number);
+            push_keyed(&self.samples[start..class.end], class.quota, class_seed, &mut keyed);
             start = class.end;
         }
         keyed.sort_unstable();
@@ -113,7 +114,7 @@ impl ClassStrata {
 /// Adds `quota` samples of a class with their keys to `keyed`.
 fn push_keyed(samples: &[u32], quota: u64, seed: Seed, keyed: &mut Vec<(u64, u32)>) {
     let phase = seed.derive(u64::MAX).as_u64() >> 32;
-    let passes = (0..).flat_map(|pass| shuffled(samples, seed.derive(pass)));
+    let passes = (0..).flat_map(|pass| shuffle_samples(samples, seed.derive(pass)));
     keyed.extend((0..quota).zip(passes).map(|(k, sample)| (key(k, phase, quota), sample)));
 }
 
@@ -123,10 +124,10 @@ fn push_keyed(samples: &[u32], quota: u64, seed: Seed, keyed: &mut Vec<(u64, u32
     reason = "k is less than the quota, so the fraction is less than 1"
 )]
 fn key(k: u64, phase: u64, quota: u64) -> u64 {
-    ((u128::from(k << 32 | phase) << 32) / u128::from(quota)) as u64
+    ((u128::from((k << 32) | phase) << 32) / u128::from(quota)) as u64
 }
 
-fn shuffled(samples: &[u32], seed: Seed) -> Vec<u32> {
+fn shuffle_samples(samples: &[u32], seed: Seed) -> Vec<u32> {
     let mut order = Vec::with_capacity(samples.len());
     exact::shuffle(&mut order, samples.len() as u64, seed);
     for entry in &mut order {

@@ -14,11 +14,11 @@
 
 use std::hint::black_box;
 
-/// Slots per batch. It is a multiple of the block of PyTorch's generator; half or twice as many are
-/// as fast, and a quarter or four times as many take a tenth longer.
+/// Slots per batch, a multiple of the block of PyTorch's generator. Batches of half or twice the
+/// size are as fast; batches of a quarter or four times the size take a tenth longer.
 pub(super) const BATCH: usize = 420 * 624;
 
-/// A part has 2^18 slots, 1 MiB; between 2^17 and 2^20 it makes no difference.
+/// A part has 2^18 slots, 1 MiB; parts of 2^17 to 2^20 slots are equally fast.
 const PART_BITS: u32 = 18;
 
 /// Tables up to this length are one part, because sorting costs more than it saves.
@@ -33,10 +33,10 @@ const AHEAD: usize = 512;
 /// [`BATCH`] slots at a time, and for the rest.
 pub(super) fn shuffle(table: &mut [u32], mut draw: impl FnMut(usize, &mut [u32])) {
     let len = table.len();
-    let mut partners = vec![0; BATCH.min(len)];
+    let mut buffer = vec![0; BATCH.min(len)];
     let mut parts = (ONE_PART < len).then(|| SwapParts::new(len));
     for start in (0..len).step_by(BATCH) {
-        let partners = &mut partners[..BATCH.min(len - start)];
+        let partners = &mut buffer[..BATCH.min(len - start)];
         draw(start, partners);
         match &mut parts {
             Some(parts) => parts.swap(table, start, partners),
@@ -46,15 +46,15 @@ pub(super) fn shuffle(table: &mut [u32], mut draw: impl FnMut(usize, &mut [u32])
 }
 
 fn swap_in_order(table: &mut [u32], start: usize, partners: &[u32]) {
-    for (start, partners) in (start..).step_by(AHEAD).zip(partners.chunks(AHEAD)) {
-        swap_ahead(table, (start..).zip(partners.iter().map(|&partner| partner as usize)));
+    for (first, chunk) in (start..).step_by(AHEAD).zip(partners.chunks(AHEAD)) {
+        swap_ahead(table, (first..).zip(chunk.iter().map(|&partner| partner as usize)));
     }
 }
 
 /// Makes swaps in order.
 ///
-/// It reads all partners before the first swap, to bring them into the cache. These loads are
-/// independent, so the processor overlaps many of them; stores between the loads would prevent
+/// The function reads all partners before the first swap, to bring them into the cache. These loads
+/// are independent, so the processor overlaps many of them; stores between the loads would prevent
 /// that. 300 to 1,200 swaps at a time are equally fast. 16 at a time take half as long again, and
 /// 10,000 take a third longer, because they no longer fit into the cache.
 pub(super) fn swap_ahead(table: &mut [u32], swaps: impl Iterator<Item = (usize, usize)> + Clone) {
@@ -68,7 +68,7 @@ pub(super) fn swap_ahead(table: &mut [u32], swaps: impl Iterator<Item = (usize, 
 
 /// Memory to sort the swaps of a batch by the part of their partner.
 struct SwapParts {
-    /// Counts of swaps per part, then the next position of each part.
+    /// For each part, first the number of its swaps, and then the position for its next swap.
     ends: Vec<usize>,
     sorted: Vec<(u32, u32)>,
 }
@@ -86,7 +86,8 @@ impl SwapParts {
         }
     }
 
-    /// Makes the swaps within a batch, sorts the others, and returns their number.
+    /// Makes the swaps within a batch, sorts the other swaps, and returns the number of sorted
+    /// swaps.
     #[expect(clippy::cast_possible_truncation, reason = "a table has at most 2^32 slots")]
     fn sort(&mut self, table: &mut [u32], start: usize, partners: &[u32]) -> usize {
         let end = start + partners.len();
@@ -99,6 +100,7 @@ impl SwapParts {
                 self.ends[part(partner)] += 1;
             }
         }
+        // Replace the count of each part by the position of its first swap.
         let mut n_far = 0;
         for end in &mut self.ends {
             n_far += std::mem::replace(end, n_far);

@@ -35,7 +35,7 @@ const AHEAD: usize = 128;
 /// # Accuracy
 ///
 /// Among n samples, one of relative weight p is drawn with a probability within p·(2^-51 + n·2^-61)
-/// + 2^-60 of p, and one of weight 0 is never drawn.
+/// + 2^-60 of p, and a sample of weight 0 is never drawn.
 #[derive(Clone, Debug)]
 pub(crate) struct AliasTable {
     slots: Vec<u64>,
@@ -60,9 +60,9 @@ impl AliasTable {
     /// - [`Error::NoWeight`] and [`Error::WeightSumOverflow`] if the sum is 0 or infinite.
     pub(crate) fn new(weights: &[f64]) -> Result<Self> {
         let layout = SlotLayout::new(weights.len() as u64)?;
-        let total = total(weights)?;
+        let total = checked_sum(weights)?;
         let mut slots = table::reserve(weights.len() as u64)?;
-        slots.extend(weights.iter().map(|&weight| scaled(weight, total)));
+        slots.extend(weights.iter().map(|&weight| scale_weight(weight, total)));
         let is_heavy = to_masses(&mut slots, layout);
         sweep(&mut slots, &is_heavy, layout);
         Ok(Self { slots, layout, fingerprint: OnceLock::new() })
@@ -107,9 +107,9 @@ impl AliasTable {
             for (n, word) in (0..).zip(&mut words[..out.len()]) {
                 *word = self.word(point(n).0);
             }
-            for ((n, drawn), &word) in (0..).zip(out).zip(&words) {
+            for ((n, sample), &word) in (0..).zip(out).zip(&words) {
                 let (slot, fraction) = point(n);
-                *drawn = self.layout.sample(word, slot, fraction);
+                *sample = self.layout.sample(word, slot, fraction);
             }
         }
     }
@@ -159,7 +159,7 @@ impl SlotLayout {
     }
 
     fn pack(self, border: u64, alias: u64) -> u64 {
-        border << self.alias_bits | alias
+        (border << self.alias_bits) | alias
     }
 
     fn unpack(self, word: u64) -> (u64, u64) {
@@ -175,7 +175,7 @@ impl SlotLayout {
 }
 
 /// Checks the weights and returns their sum.
-fn total(weights: &[f64]) -> Result<f64> {
+fn checked_sum(weights: &[f64]) -> Result<f64> {
     let mut total = 0.0;
     for (index, &weight) in weights.iter().enumerate() {
         if !(0.0..f64::INFINITY).contains(&weight) {
@@ -228,16 +228,17 @@ fn to_masses(weights: &mut [u64], layout: SlotLayout) -> Vec<u64> {
     clippy::cast_sign_loss,
     reason = "a weight is at most the sum of all weights"
 )]
-fn scaled(weight: f64, total: f64) -> u64 {
+fn scale_weight(weight: f64, total: f64) -> u64 {
     // Convert through `i64`, which every processor supports in one step.
     (weight / total * (1_u64 << SCALE_BITS) as f64) as i64 as u64
 }
 
 /// Distributes the masses over the slots; each slot initially has the mass of its own sample.
 ///
-/// One cursor visits the light samples, which leave space in their slots, and one the heavy
-/// samples, which exceed theirs. A heavy sample fills light slots until it fits its own, possibly
-/// with space left, which the next heavy sample fills.
+/// One cursor visits the light samples, which leave space in their slots, and another cursor visits
+/// the heavy samples, which exceed their slots. A heavy sample fills light slots until its
+/// remaining mass fits its own slot. If that slot then has space left, the next heavy sample fills
+/// it.
 fn sweep(slots: &mut [u64], is_heavy: &[u64], layout: SlotLayout) {
     let n_slots = slots.len();
     let capacity = layout.capacity();

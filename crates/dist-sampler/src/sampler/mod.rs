@@ -62,14 +62,16 @@ pub struct DistributedSampler {
     config: SamplerConfig,
     epoch: Epoch,
     samples: EpochOrder,
-    /// Other worlds that have read a part of the epoch, if this sampler was resumed from them.
+    /// Other worlds that have read a part of the epoch, if this sampler was resumed from their
+    /// state.
     earlier: Vec<WorldStage>,
     /// Positions that these worlds have not read.
     unread: UnreadPositions,
     /// Assignment of the unread positions to this world.
     shares: ShareRule,
-    /// Positions of this rank, of which it has read `consumed`.
+    /// Positions of this rank.
     positions: RankPositions,
+    /// Number of positions that this rank has read.
     consumed: u64,
 }
 
@@ -340,11 +342,11 @@ impl DistributedSampler {
 
     /// Checks that a state belongs to this sampler.
     fn check(&self, state: &SamplerState) -> Result<()> {
-        let own = self.state(0);
-        if state.format_version != own.format_version {
+        let own_state = self.state(0);
+        if state.format_version != own_state.format_version {
             return Err(Error::StateVersion {
                 version: state.format_version,
-                supported: own.format_version,
+                supported: own_state.format_version,
             });
         }
         if state.stages.len() > SamplerState::MAX_STAGES {
@@ -353,10 +355,14 @@ impl DistributedSampler {
                 max: SamplerState::MAX_STAGES,
             });
         }
-        check_equal("order", &state.order, &own.order)?;
-        check_equal("data set length", &state.len, &own.len)?;
-        check_equal("weights or classes with fingerprint", &state.fingerprint, &own.fingerprint)?;
-        check_equal("seed", &state.seed.as_u64(), &own.seed.as_u64())
+        check_equal("order", &state.order, &own_state.order)?;
+        check_equal("data set length", &state.len, &own_state.len)?;
+        check_equal(
+            "weights or classes with fingerprint",
+            &state.fingerprint,
+            &own_state.fingerprint,
+        )?;
+        check_equal("seed", &state.seed.as_u64(), &own_state.seed.as_u64())
     }
 
     /// Returns the current epoch.
@@ -386,7 +392,7 @@ impl DistributedSampler {
     /// Returns the number of indices that this rank reads from here to the end of the epoch,
     /// repetitions included.
     ///
-    /// It is the rank's share of an epoch, unless the sampler was resumed within one.
+    /// This is the rank's share of an epoch, unless the sampler was resumed within an epoch.
     pub fn len(&self) -> u64 {
         // A rank may have fewer positions than the other ranks have consumed.
         self.positions.len().saturating_sub(self.consumed)
@@ -522,7 +528,7 @@ impl DistributedSampler {
     }
 
     /// Returns the position of sample `index` in the order of the epoch over all ranks, or `None`
-    /// if it has none.
+    /// if the order does not contain the sample.
     ///
     /// # Complexity
     ///
@@ -572,7 +578,7 @@ fn unread_after(stage: &WorldStage, unread: UnreadPositions) -> Result<UnreadPos
         return Err(Error::StateConsumed { consumed: stage.consumed, len });
     }
     let shares = ShareRule::new(len, stage.world_size, stage.rule.clone())?;
-    Ok(unread.then(shares.unread_after(stage.consumed)))
+    Ok(unread.select(shares.unread_after(stage.consumed)))
 }
 
 fn check_equal<T: PartialEq + Debug>(what: &'static str, state: &T, sampler: &T) -> Result<()> {

@@ -1,15 +1,17 @@
 //! Slopes of a loss along a direction, by differences of the loss and by its gradients.
 //!
-//! The direction is divided into cells around the variables. Over a cell, the difference of the
-//! loss is the integral of the gradient, which is approximated by the gradient at the cell's
-//! middle. So the comparison has no first-order error for any step size. A kink of the loss
-//! disturbs only the cell that contains it, in either direction, but a wrong gradient is off in all
-//! cells alike. The scatter of the cells gives the uncertainty of their mean.
+//! The line through the variables along the direction is divided into cells. The difference of the
+//! loss over a cell is the integral of the gradient, which is approximated by the gradient in the
+//! middle of the cell. So the comparison has no first-order error for any cell width. A kink of the
+//! loss disturbs only the cell that contains the kink, and may raise or lower its slope, but a
+//! wrong gradient has the same error in all cells. The uncertainty of the mean over the cells
+//! follows from their scatter.
 //!
-//! Differences of the loss alone fail even with extrapolation: in a network with ReLU, any step
-//! large enough for rounding contains thousands of kinks. For a transformer in double precision,
-//! two neighboring step sizes agreed to 1 % on a derivative twice as large as the gradient; the
-//! mean over 17 cells was off by 1.5 ± 8 %.
+//! Differences of the loss alone, without gradients between the points, fail even with
+//! extrapolation: in a network with ReLU, any step that is large compared with the rounding of the
+//! loss contains thousands of kinks. For a transformer in double precision, two neighboring step
+//! sizes agreed to 1 % on a derivative twice as large as the gradient; the mean over 17 cells
+//! differed from the gradient by 1.5 ± 8 %.
 
 use candle_core::{DType, Tensor};
 
@@ -19,76 +21,84 @@ use crate::{
     gradient_report::Verdict,
 };
 
-/// The minimum cell width, in units of the direction. Narrow cells contain few kinks, and this
-/// width still leaves four digits of a loss difference in single precision.
-const WIDTH: f64 = 1.0 / 256.0;
+/// The minimum cell width, in units of the direction. Narrow cells contain few kinks, and with this
+/// width a loss difference in single precision still has four digits.
+const MIN_CELL_WIDTH: f64 = 1.0 / 256.0;
 
-/// The maximum number of cells on either side of the middle cell. With this number, the scatter is
-/// known to a sixth.
-const SIDES: usize = 8;
+/// The maximum number of cells on either side of the middle cell. With this number, the relative
+/// error of the scatter is about a sixth.
+const CELLS_PER_SIDE: usize = 8;
 
 /// The tolerated relative error of a gradient. Rounding in single precision causes less than a
-/// hundredth of it; an operation without a backward pass mostly causes far more.
+/// hundredth of this error, and an operation without a backward pass mostly causes far more than
+/// this error.
 const TOLERANCE: f64 = 0.02;
 
-/// The number of roundings a gradient accumulates per item, tolerated in addition because of half
-/// precision.
-const ROUNDED: f64 = 8.0;
+/// The number of rounding errors that are tolerated in each item of a gradient, in addition to
+/// [`TOLERANCE`]; they matter in half precision only.
+const GRADIENT_ROUNDINGS: f64 = 8.0;
 
-/// The number of standard errors by which the mean of all cells must be off to count as wrong: one
-/// in ten thousand is by chance (Student's t with 16 degrees of freedom), fewer for errors with
-/// long tails.
-const SURE: f64 = 5.0;
+/// A gradient is wrong if its error exceeds the tolerance by more than this number of standard
+/// errors. This happens by chance in one of ten thousand cases (Student's t with 16 degrees of
+/// freedom), and less often for errors with long tails.
+const WRONG_AT_STANDARD_ERRORS: f64 = 5.0;
 
-/// Roundings assumed for a loss, in addition to its observed scatter.
-const ROUNDINGS: f64 = 2.0;
+/// The number of rounding errors that are assumed in a loss, in addition to its observed scatter.
+const LOSS_ROUNDINGS: f64 = 2.0;
 
-/// A derivative along a direction. The default is for an empty direction, along which nothing
-/// changes.
+/// The derivative of a loss along a direction, measured and according to the gradient. The default
+/// is the derivative along an empty direction, which is 0.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Derivative {
-    /// The derivative by differences of the loss.
+    /// The derivative measured by differences of the loss.
     pub(super) expected: f64,
-    /// The derivative by the gradient.
+    /// The derivative according to the gradient.
     pub(super) found: f64,
     /// The standard error of `expected`.
     scatter: f64,
     /// The uncertainty of `expected` due to the rounding of the loss.
     rounding: f64,
-    /// The typical size of the derivative if the signs of the gradient's items were random: a scale
-    /// for sums in which the items cancel by chance.
-    typical: f64,
+    /// The size of the derivative if the signs of the gradient's items were random: the minimum
+    /// scale of errors, for derivatives in which the items cancel by chance.
+    random_size: f64,
     /// The tolerated relative error.
     tolerance: f64,
-    /// Whether the maximum number of cells was evaluated; only then is a gradient judged wrong.
+    /// Whether all cells were evaluated; only then is a finite gradient judged wrong.
     is_final: bool,
 }
 
 impl Derivative {
     pub(super) fn verdict(&self) -> Verdict {
-        let off = (self.expected - self.found).abs();
+        let error = self.error();
         let tolerated = self.tolerance * self.size();
+        let wrong_above = tolerated + WRONG_AT_STANDARD_ERRORS * self.scatter + self.rounding;
         if self.expected.is_finite() && !self.found.is_finite() {
             Verdict::Wrong
-        } else if off == 0.0 && self.scatter == 0.0 {
+        } else if error == 0.0 && self.scatter == 0.0 {
             // Also for parameters that do not affect the loss.
             Verdict::Right
-        } else if off + self.uncertainty() <= tolerated {
+        } else if error + self.uncertainty() <= tolerated {
             Verdict::Right
-        } else if self.is_final && off > tolerated + SURE * self.scatter + self.rounding {
+        } else if self.is_final && error > wrong_above {
             Verdict::Wrong
         } else {
             Verdict::Unclear
         }
     }
 
-    /// Returns the uncertainty of `expected`, which is exceeded in one case of twenty.
+    /// Returns the uncertainty of `expected`; the error exceeds it in one case of twenty.
     pub(super) fn uncertainty(&self) -> f64 {
         2.0 * self.scatter + self.rounding
     }
 
+    /// Returns the absolute difference between the measured derivative and the gradient's.
+    fn error(&self) -> f64 {
+        (self.expected - self.found).abs()
+    }
+
+    /// Returns the scale of the relative error.
     fn size(&self) -> f64 {
-        self.expected.abs().max(self.found.abs()).max(self.typical)
+        self.expected.abs().max(self.found.abs()).max(self.random_size)
     }
 
     /// Returns the derivative with the stronger evidence against the gradient.
@@ -98,17 +108,19 @@ impl Derivative {
             Verdict::Unclear => 1,
             Verdict::Wrong => 2,
         };
-        let off =
-            |derivative: &Self| (derivative.expected - derivative.found).abs() / derivative.size();
+        let relative_error = |derivative: &Self| derivative.error() / derivative.size();
         let is_worse = match rank(&other).cmp(&rank(&self)) {
-            std::cmp::Ordering::Equal => off(&other) > off(&self) || off(&self).is_nan(),
+            // The error of an empty direction is 0 / 0, and any other derivative replaces it.
+            std::cmp::Ordering::Equal => {
+                relative_error(&other) > relative_error(&self) || relative_error(&self).is_nan()
+            }
             order => order.is_gt(),
         };
         if is_worse { other } else { self }
     }
 }
 
-/// The border between two cells.
+/// The variables and the loss at the border between two cells.
 #[derive(Debug)]
 struct CellEdge {
     values: Vec<Tensor>,
@@ -118,72 +130,81 @@ struct CellEdge {
 /// The slope of the loss over one cell.
 #[derive(Clone, Copy, Debug)]
 struct CellSlope {
+    /// The slope measured by the difference of the loss.
     expected: f64,
+    /// The slope according to the gradient.
     found: f64,
 }
 
 impl CellSlope {
-    fn off(&self) -> f64 {
+    fn error(&self) -> f64 {
         self.expected - self.found
     }
 
     fn is_finite(&self) -> bool {
-        self.off().is_finite()
+        self.error().is_finite()
     }
 }
 
-/// Measurements along a direction.
+/// The measured cells along a direction.
 struct DirectionCells<'a> {
     part: &'a CheckedPart<'a>,
     direction: &'a [Tensor],
+    /// The width of a cell, in units of the direction.
     width: f64,
-    /// The largest loss on an edge.
-    loss: f64,
+    /// The largest absolute loss on an edge.
+    max_abs_loss: f64,
+    /// The slopes of the cells, the middle cell first.
     slopes: Vec<CellSlope>,
 }
 
 impl CheckedPart<'_> {
-    /// Returns the derivative along a direction, using as many cells as necessary. Leaves the
-    /// variables at the values of the last evaluation.
+    /// Returns the derivative along a direction, measured over as many cells as a clear verdict
+    /// needs. Leaves the variables at the values of the last evaluation.
     #[track_caller]
     pub(super) fn derivative(
         &self,
         model: &mut impl Checked,
         direction: &[Tensor],
     ) -> Result<Derivative> {
-        let width = WIDTH.max(4.0 * self.epsilon());
+        let width = MIN_CELL_WIDTH.max(4.0 * self.epsilon());
         let mut cells =
-            DirectionCells { part: self, direction, width, loss: 0.0, slopes: Vec::new() };
+            DirectionCells { part: self, direction, width, max_abs_loss: 0.0, slopes: Vec::new() };
         let mut ends = [cells.edge(model, -0.5)?, cells.edge(model, 0.5)?];
         let middle = cells.slope([&ends[0], &ends[1]], 1.0, &self.gradients)?;
         cells.slopes.push(middle);
-        for n in 1..=SIDES {
+        let mut n = 0;
+        loop {
+            n += 1;
             for (end, side) in ends.iter_mut().zip([-1.0, 1.0]) {
-                let place = side * n as f64;
-                let gradients = cells.gradients(model, place)?;
-                let next = cells.edge(model, place + 0.5 * side)?;
+                let position = side * n as f64;
+                let gradients = cells.gradients(model, position)?;
+                let next = cells.edge(model, position + 0.5 * side)?;
                 let slope = cells.slope([end, &next], side, &gradients)?;
                 cells.slopes.push(slope);
                 *end = next;
             }
-            let derivative = cells.derivative(n == SIDES)?;
-            if derivative.verdict() != Verdict::Unclear {
+            let is_final = n == CELLS_PER_SIDE;
+            let derivative = cells.derivative(is_final)?;
+            if is_final || derivative.verdict() != Verdict::Unclear {
                 return Ok(derivative);
             }
         }
-        cells.derivative(true)
     }
 
-    /// Returns the values at a point along the direction, in the dtypes the loss computes in.
-    fn moved(&self, direction: &[Tensor], place: f64) -> candle_core::Result<Vec<Tensor>> {
+    /// Returns the variables moved by `distance` along the direction, in the dtypes in which the
+    /// loss computes.
+    fn values_at(&self, direction: &[Tensor], distance: f64) -> candle_core::Result<Vec<Tensor>> {
         let values = self.at.iter().zip(direction).zip(&self.dtypes);
-        let moved = values.map(|((at, direction), &dtype)| {
-            (at.to_dtype(DType::F64)? + (direction * place)?)?.to_dtype(dtype)
+        let moved_values = values.map(|((at, direction), &dtype)| {
+            (at.to_dtype(DType::F64)? + (direction * distance)?)?.to_dtype(dtype)
         });
-        moved.collect()
+        moved_values.collect()
     }
 
-    fn typical(&self, direction: &[Tensor]) -> candle_core::Result<f64> {
+    /// Returns the size of the derivative along the direction if the signs of the gradient's items
+    /// were random.
+    fn random_size(&self, direction: &[Tensor]) -> candle_core::Result<f64> {
         let mut squares = 0.0;
         for (gradient, direction) in self.gradients.iter().zip(direction) {
             squares += (gradient * direction)?.sqr()?.sum_all()?.to_scalar::<f64>()?;
@@ -191,8 +212,8 @@ impl CheckedPart<'_> {
         Ok(squares.sqrt())
     }
 
-    /// Returns the rounding unit of the variables' coarsest dtype, in which most of the loss is
-    /// computed.
+    /// Returns the rounding unit of the coarsest dtype of the variables. Most of the loss is
+    /// computed in this dtype.
     fn epsilon(&self) -> f64 {
         self.dtypes.iter().map(|&dtype| rounding_unit(dtype)).fold(0.0, f64::max)
     }
@@ -207,42 +228,45 @@ fn rounding_unit(dtype: DType) -> f64 {
     }
 }
 
-/// Positions count cells from the variables' own values, which lie in the middle of a cell.
+/// A position is a number of cells from the variables' own values, which are in the middle of the
+/// first cell.
 impl DirectionCells<'_> {
+    /// Moves the variables to a position, and evaluates the loss there.
     #[track_caller]
-    fn edge(&mut self, model: &mut impl Checked, place: f64) -> Result<CellEdge> {
-        let values = self.part.moved(self.direction, place * self.width).doing(CHECKING)?;
+    fn edge(&mut self, model: &mut impl Checked, position: f64) -> Result<CellEdge> {
+        let values = self.part.values_at(self.direction, position * self.width).doing(CHECKING)?;
         self.part.set(model, &values)?;
         let loss = model.loss()?;
-        self.loss = self.loss.max(loss.abs());
+        self.max_abs_loss = self.max_abs_loss.max(loss.abs());
         Ok(CellEdge { values, loss })
     }
 
+    /// Moves the variables to a position, and returns the gradients there.
     #[track_caller]
-    fn gradients(&self, model: &mut impl Checked, place: f64) -> Result<Vec<Tensor>> {
-        let values = self.part.moved(self.direction, place * self.width).doing(CHECKING)?;
+    fn gradients(&self, model: &mut impl Checked, position: f64) -> Result<Vec<Tensor>> {
+        let values = self.part.values_at(self.direction, position * self.width).doing(CHECKING)?;
         self.part.set(model, &values)?;
         self.part.on_host(&model.gradients()?)
     }
 
-    /// Returns the slope between two edges, the second on the given `side` of the first, by the
-    /// gradients between them.
+    /// Returns the slope of the cell between two edges, with the gradients in the middle of the
+    /// cell. `side` is 1 if the second edge is farther along the direction, and otherwise -1.
     fn slope(
         &self,
         [from, to]: [&CellEdge; 2],
         side: f64,
         gradients: &[Tensor],
     ) -> Result<CellSlope> {
-        let change = predicted(&from.values, &to.values, gradients).doing(CHECKING)?;
+        let change = predict_change(&from.values, &to.values, gradients).doing(CHECKING)?;
         let width = side * self.width;
         Ok(CellSlope { expected: (to.loss - from.loss) / width, found: change / width })
     }
 
-    /// Combines the cells.
+    /// Returns the mean slope of the cells measured so far. `is_final` states whether they are all.
     fn derivative(&self, is_final: bool) -> Result<Derivative> {
-        let typical = self.part.typical(self.direction).doing(CHECKING)?;
+        let random_size = self.part.random_size(self.direction).doing(CHECKING)?;
         let epsilon = self.part.epsilon();
-        let tolerance = TOLERANCE + ROUNDED * epsilon;
+        let tolerance = TOLERANCE + GRADIENT_ROUNDINGS * epsilon;
         // If the gradient is not finite at the variables themselves, training cannot use it.
         let middle = self.slopes[0];
         if middle.expected.is_finite() && !middle.found.is_finite() {
@@ -255,27 +279,32 @@ impl DirectionCells<'_> {
         let n = slopes.len() as f64;
         let mean =
             |value: fn(&CellSlope) -> f64| slopes.iter().map(|slope| value(slope)).sum::<f64>() / n;
-        let off = mean(CellSlope::off);
-        let squares: f64 = slopes.iter().map(|slope| (slope.off() - off).powi(2)).sum();
+        let mean_error = mean(CellSlope::error);
+        let squared_deviations: f64 =
+            slopes.iter().map(|slope| (slope.error() - mean_error).powi(2)).sum();
         Ok(Derivative {
             expected: mean(|slope| slope.expected),
             found: mean(|slope| slope.found),
-            scatter: (squares / (n - 1.0) / n).sqrt(),
-            rounding: ROUNDINGS * epsilon * self.loss / (n * self.width),
-            typical,
+            scatter: (squared_deviations / (n - 1.0) / n).sqrt(),
+            rounding: LOSS_ROUNDINGS * epsilon * self.max_abs_loss / (n * self.width),
+            random_size,
             tolerance,
             is_final,
         })
     }
 }
 
-/// Predicts the change of the loss from the gradients, between the values after rounding, which
-/// differ noticeably in half precision.
-fn predicted(from: &[Tensor], to: &[Tensor], gradients: &[Tensor]) -> candle_core::Result<f64> {
+/// Predicts the change of the loss between two edges from the gradients. The values of the edges
+/// are rounded, so in half precision their distance differs noticeably from the cell width.
+fn predict_change(
+    from: &[Tensor],
+    to: &[Tensor],
+    gradients: &[Tensor],
+) -> candle_core::Result<f64> {
     let mut change = 0.0;
     for ((from, to), gradient) in from.iter().zip(to).zip(gradients) {
-        let moved = (to.to_dtype(DType::F64)? - from.to_dtype(DType::F64)?)?;
-        change += (moved * gradient)?.sum_all()?.to_scalar::<f64>()?;
+        let difference = (to.to_dtype(DType::F64)? - from.to_dtype(DType::F64)?)?;
+        change += (difference * gradient)?.sum_all()?.to_scalar::<f64>()?;
     }
     Ok(change)
 }

@@ -1,11 +1,11 @@
 //! Checks gradients against differences of the loss.
 //!
-//! A wrong backward pass trains without any error: an operation without a backward pass next to a
-//! residual still gives every earlier parameter a gradient, only a wrong one. The loss itself is
-//! the reference. It is evaluated at points along a direction through the variables, and its
-//! differences must match the gradients between these points. PyTorch's `gradcheck` does this for
-//! every input of one operation in f64. This module does it for a whole model during training, with
-//! two directions for each part of the model.
+//! A model with a wrong backward pass trains without any error: next to a residual, an operation
+//! without a backward pass still gives every earlier parameter a gradient, but a wrong one. The
+//! loss itself is the reference. It is evaluated at points along a direction through the variables,
+//! and its differences must match the gradients between these points. PyTorch's `gradcheck` does
+//! this for every input of one operation in f64. This module does it for a whole model during
+//! training, with two directions for each part of the model.
 
 mod derivative;
 mod direction;
@@ -34,7 +34,7 @@ pub(crate) trait Checked {
     fn value(&self, var: usize) -> Result<Tensor>;
 
     /// Returns the dtype in which the loss computes with a variable stored as `stored`.
-    fn computed(&self, stored: DType) -> DType;
+    fn compute_dtype(&self, stored: DType) -> DType;
 
     /// Sets the value of a variable.
     fn set(&mut self, var: usize, value: &Tensor) -> Result<()>;
@@ -54,9 +54,9 @@ pub(crate) fn check_gradients(
     names: &[&str],
     gradients: &[Option<Tensor>],
 ) -> Result<GradientReport> {
-    let [loss, again] = [model.loss()?, model.loss()?];
-    if loss.to_bits() != again.to_bits() {
-        return Err(GradientError::NotRepeatable { first: loss, second: again }.into());
+    let [loss, second] = [model.loss()?, model.loss()?];
+    if loss.to_bits() != second.to_bits() {
+        return Err(GradientError::NotRepeatable { first: loss, second }.into());
     }
     let mut prefixes = Vec::new();
     for (prefix, vars) in by_prefix(names)? {
@@ -76,8 +76,8 @@ fn by_prefix(names: &[&str]) -> Result<Vec<(String, Vec<usize>)>> {
     let mut prefixes: Vec<(String, Vec<usize>)> = Vec::new();
     for (var, &name) in names.iter().enumerate() {
         let info = ParameterInfo::new(name, [], ElemType::F32)?;
-        let prefix = [info.unit(), info.layer(), name];
-        let prefix = prefix.into_iter().find(|prefix| !prefix.is_empty()).unwrap_or(name);
+        let candidates = [info.unit(), info.layer()];
+        let prefix = candidates.into_iter().find(|prefix| !prefix.is_empty()).unwrap_or(name);
         match prefixes.iter_mut().find(|(other, _)| other == prefix) {
             Some((_, vars)) => vars.push(var),
             None => prefixes.push((prefix.to_owned(), vec![var])),
@@ -99,7 +99,7 @@ fn check_prefix(
     let mut worst = Derivative::default();
     for direction in [direction::steepest(&part)?, direction::random(&part)?] {
         let derivative = part.derivative(model, &direction);
-        // The values must be restored even if the derivative is an error.
+        // Before `?`, because the values must be restored even if the derivative is an error.
         part.restore(model)?;
         worst = worst.or_worse(derivative?);
     }
@@ -117,9 +117,9 @@ fn check_prefix(
 struct CheckedPart<'a> {
     vars: &'a [usize],
     names: Vec<&'a str>,
-    /// Values, on the host.
+    /// The variables' own values, on the host.
     at: Vec<Tensor>,
-    /// The dtypes in which the loss computes with them.
+    /// The dtypes in which the loss computes with the variables.
     dtypes: Vec<DType>,
     /// Gradients at these values, on the host and in double precision.
     gradients: Vec<Tensor>,
@@ -139,7 +139,7 @@ impl<'a> CheckedPart<'a> {
             at.push(value.doing(CHECKING)?);
         }
         let names = vars.iter().map(|&var| names[var]).collect();
-        let dtypes = at.iter().map(|at| model.computed(at.dtype())).collect();
+        let dtypes = at.iter().map(|at| model.compute_dtype(at.dtype())).collect();
         let mut part = Self { vars, names, at, dtypes, gradients: Vec::new() };
         part.gradients = part.on_host(gradients)?;
         Ok(part)
@@ -206,7 +206,7 @@ mod tests {
             Ok(self.vars[var].1.as_detached_tensor())
         }
 
-        fn computed(&self, stored: DType) -> DType {
+        fn compute_dtype(&self, stored: DType) -> DType {
             stored
         }
 
@@ -376,8 +376,10 @@ mod tests {
         // The error must be larger if it passes through only one branch of a residual.
         for factor in [0.5, 1.5, -1.0] {
             let (net, vars, x) = net(DType::F32);
-            let loss = || net.loss(&x, |x| x.contiguous()?.apply_op1(ScaledBackward(factor)));
-            assert_eq!(wrong(check(&vars, loss)), ["blocks.0", "embed"], "{factor}");
+            let outcome = check(&vars, || {
+                net.loss(&x, |x| x.contiguous()?.apply_op1(ScaledBackward(factor)))
+            });
+            assert_eq!(wrong(outcome), ["blocks.0", "embed"], "{factor}");
         }
     }
 
@@ -425,20 +427,22 @@ mod tests {
     #[test]
     fn straight_through_gradients_are_not_wrong() {
         let at = Var::new(&[0.31, -0.72, 1.13, 0.44], &Device::Cpu).unwrap();
-        let loss = || {
+        let outcome = check(&[("at".to_owned(), at.clone())], || {
             let rounded = ((at.as_tensor() * 500.0)?.round()? / 500.0)?;
             let straight = (at.as_tensor() + (rounded - at.as_tensor())?.detach())?;
             straight.sqr()?.sum_all()
-        };
-        assert_eq!(wrong(check(&[("at".to_owned(), at.clone())], loss)), [""; 0]);
+        });
+        assert_eq!(wrong(outcome), [""; 0]);
     }
 
     #[test]
     fn non_finite_gradients_are_wrong() {
         for factor in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
             let (net, vars, x) = net(DType::F32);
-            let loss = || net.loss(&x, |x| x.contiguous()?.apply_op1(ScaledBackward(factor)));
-            assert_eq!(wrong(check(&vars, loss)), ["blocks.0", "embed"], "{factor}");
+            let outcome = check(&vars, || {
+                net.loss(&x, |x| x.contiguous()?.apply_op1(ScaledBackward(factor)))
+            });
+            assert_eq!(wrong(outcome), ["blocks.0", "embed"], "{factor}");
         }
         // One item of the root's gradient is undefined; the others are right.
         let var = Var::new(&[0_f64, 4.0], &Device::Cpu).unwrap();
@@ -451,12 +455,12 @@ mod tests {
         let at = Var::new(&[1_f64], &Device::Cpu).unwrap();
         // The slope rises by a half at 1.02 and falls again at 1.06, so that differences over the
         // two largest steps agree but are off by a tenth.
-        let loss = || {
+        let report = check(&[("at".to_owned(), at.clone())], || {
             let bend = ((at.as_tensor() - 1.02)?.relu()? * 0.5)?;
             let back = ((at.as_tensor() - 1.06)?.relu()? * (0.5 * 0.24 / 0.26))?;
             ((at.as_tensor() + bend)? - back)?.sum_all()
-        };
-        let report = check(&[("at".to_owned(), at.clone())], loss).unwrap();
+        });
+        let report = report.unwrap();
         assert_eq!(verdicts(&report), [Verdict::Right], "{report}");
     }
 
@@ -500,7 +504,7 @@ mod tests {
             Ok(vec![None])
         }
 
-        fn computed(&self, stored: DType) -> DType {
+        fn compute_dtype(&self, stored: DType) -> DType {
             stored
         }
 

@@ -27,36 +27,39 @@ pub enum LoraError {
         /// The shape.
         shape: Vec<usize>,
     },
-    /// The weight of a target has half precision, to which its sum with an adapter would be
-    /// rounded.
+    /// The weight of a target has half precision. Its sum with an adapter would be rounded to half
+    /// precision too.
     #[error(
         "{} is of {}, in which the effect of an adapter may vanish: use Lora::linear or a 32-bit \
          type", Printable(name), dtype.as_str()
     )]
-    Rounded {
+    HalfPrecision {
         /// The layer.
         name: String,
-        /// The dtype of its weight.
+        /// The dtype of the layer's weight.
         dtype: DType,
     },
-    /// A layer has an adapter, but is not a target of the adapters to save.
+    /// A layer has an adapter, but the adapters to save do not target the layer.
     #[error("{} has an adapter, and no target names it", Printable(layer))]
     NotTargeted {
         /// The layer.
         layer: String,
     },
-    /// The rank of a matrix differs from the rank of the adapters to save.
-    #[error("{} has the shape {shape:?}, which is not of rank {rank}", Printable(name))]
+    /// The LoRA rank of a matrix differs from the LoRA rank of the adapters to save.
+    #[error(
+        "{} has the shape {shape:?}, which does not fit adapters of LoRA rank {rank}",
+        Printable(name)
+    )]
     OtherRank {
         /// The matrix.
         name: String,
         /// The shape.
         shape: Vec<u64>,
-        /// The rank of the adapters to save.
+        /// The LoRA rank of the adapters to save.
         rank: usize,
     },
     /// The model has no adapters to save.
-    #[error("no parameter of {parameters} belongs to an adapter")]
+    #[error("none of the {parameters} parameters belongs to an adapter")]
     NoAdapters {
         /// Number of parameters of the model.
         parameters: usize,

@@ -67,7 +67,7 @@ pub enum Error {
         expected: &'static str,
     },
 
-    /// A metrics file contains something else.
+    /// A file has content, but no line of it is the metrics of a step.
     #[error("{}: no line is a step", Printable(path.display()))]
     NoMetrics {
         /// The file.
@@ -130,8 +130,8 @@ pub enum Error {
     Diverged {
         /// The first variable that differs, in the order of names.
         name: String,
-        /// The first replica with a value different from the first replica that stores this
-        /// variable, or this shard of it.
+        /// The first replica whose value differs. Values are compared with those of the first
+        /// replica that stores the same variable or shard.
         replica: usize,
     },
 }
@@ -166,7 +166,7 @@ impl From<CheckpointError> for Error {
 
 impl From<Error> for CheckpointError {
     /// Converts the error inside functions that load a checkpoint, where the kind of error decides
-    /// on trying another checkpoint.
+    /// whether another checkpoint is tried.
     fn from(error: Error) -> Self {
         match error {
             Error::Mesh(error) => Self::from(error),

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use dist_checkpoint::support::listed::Listed;
 
-/// A mismatch between a plan and a mesh or model.
+/// A mismatch between a plan or units and a mesh or model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ShardingError {

@@ -13,11 +13,13 @@ use crate::error::Result;
 ///
 /// All replicas of all processes take the same decision, so each process gets the error and may
 /// continue with the next step; no variable has changed, unless optimizers run [inside the backward
-/// pass](crate::ModelBuilder::optimizer_in_backward). Some errors are detected by a single replica
-/// inside a unit: [`UnknownUnit`](Self::UnknownUnit), [`Captured`](Self::Captured),
-/// [`ParameterOutsideUnit`](Self::ParameterOutsideUnit), [`NotRepeatable`](Self::NotRepeatable) and
-/// [`Differentiated`](Self::Differentiated). They too are recoverable on a mesh of one process, but
-/// end the processes of a mesh of several, like any error of a replica.
+/// pass](crate::ModelBuilder::optimizer_in_backward).
+///
+/// Some errors are detected by a single replica inside a unit: [`UnknownUnit`](Self::UnknownUnit),
+/// [`Captured`](Self::Captured), [`ParameterOutsideUnit`](Self::ParameterOutsideUnit),
+/// [`NotRepeatable`](Self::NotRepeatable) and [`Differentiated`](Self::Differentiated). On a mesh
+/// of one process, the process may continue after these errors too. On a mesh of several processes,
+/// they end all processes, like any error of a replica.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainingError {
@@ -119,8 +121,8 @@ pub enum TrainingError {
         /// Its trained parameters that are in no entered unit.
         parameters: Vec<String>,
     },
-    /// An option needs the gradients of the whole model at once. They never exist together if
-    /// optimizers run inside the backward pass.
+    /// An option needs the gradients of the whole model at once, but optimizers run inside the
+    /// backward pass, where these gradients never exist together.
     #[error(
         "`{option}` needs the gradients of the whole model at once, but \
          `optimizer_in_backward` frees a unit's gradients before the next unit's exist"
@@ -192,12 +194,12 @@ pub enum TrainingError {
         /// The units this slot entered, in order.
         right_units: Vec<String>,
     },
-    /// Something other than the step differentiates a unit, or the step differentiates it twice.
+    /// A unit is differentiated by the loss itself instead of the step, or a second time.
     #[error("unit {unit} is differentiated {how}: only the step differentiates a loss, and once")]
     Differentiated {
         /// The unit.
         unit: String,
-        /// The time, in words.
+        /// By what, or how often, in words.
         how: &'static str,
     },
 
@@ -226,9 +228,9 @@ pub enum TrainingError {
     TwoGroups {
         /// The variable.
         name: String,
-        /// The first of its groups.
+        /// The first group with the variable.
         first: String,
-        /// The second of its groups.
+        /// The second group with the variable.
         second: String,
     },
     /// Two groups have the same name.
@@ -255,9 +257,9 @@ pub enum TrainingError {
          constructor"
     )]
     SameVariable {
-        /// The first of its names.
+        /// The first name.
         first: String,
-        /// The second of its names.
+        /// The second name.
         second: String,
     },
     /// All variables of the model are frozen or buffers.
@@ -296,84 +298,86 @@ impl fmt::Display for FirstNonFinite<'_> {
     }
 }
 
-/// The typed errors of this process's replicas, because candle's errors carry only their text.
+/// The typed errors that this process's replicas report during a step. They are recorded here
+/// because a replica fails with candle's errors, which carry only text.
 ///
-/// An error in this store may have had no effect: a loss may ignore the error of a unit and
-/// continue.
+/// A recorded error may have had no effect: a loss may ignore the error of a unit and continue.
 #[derive(Debug, Default)]
-pub(crate) struct Refusal(Mutex<RecordedErrors>);
+pub(crate) struct StepErrors(Mutex<RecordedErrors>);
 
 #[derive(Debug, Default)]
 struct RecordedErrors {
-    /// The error that all replicas of the mesh raise at the same place.
+    /// The error with which all replicas of the mesh fail at the same place.
     agreed: Option<TrainingError>,
-    /// Errors of single replicas, without duplicates.
-    alone: Vec<TrainingError>,
+    /// Errors that single replicas detected, without duplicates.
+    local: Vec<TrainingError>,
 }
 
-impl Refusal {
+impl StepErrors {
     /// Records an error that all replicas detect from exchanged data, and returns an error for this
     /// replica to fail with.
-    pub(crate) fn agreed(&self, error: TrainingError) -> candle_core::Error {
+    pub(crate) fn record_agreed(&self, error: TrainingError) -> candle_core::Error {
         // All replicas of this process report the same error; the first one is stored.
-        candle_core::Error::msg(self.refused().agreed.get_or_insert(error))
+        candle_core::Error::msg(self.lock().agreed.get_or_insert(error))
     }
 
     /// Records an error that only this replica detects. The returned error ends the call on all
     /// replicas, unless the loss ignores it.
-    pub(crate) fn alone(&self, error: TrainingError) -> candle_core::Error {
-        let ending = candle_core::Error::msg(&error);
-        let alone = &mut self.refused().alone;
-        if !alone.contains(&error) {
-            alone.push(error);
+    pub(crate) fn record_local(&self, error: TrainingError) -> candle_core::Error {
+        let candle_error = candle_core::Error::msg(&error);
+        let mut recorded = self.lock();
+        if !recorded.local.contains(&error) {
+            recorded.local.push(error);
         }
-        ending
+        candle_error
     }
 
-    /// Converts the result of a replica: `None` if all replicas fail together. Their call succeeds
-    /// then, because a failed call would end the other processes.
-    pub(crate) fn outcome<T>(
+    /// Converts the result of a replica: an error becomes `None` if an agreed error is recorded.
+    /// The replicas' call then succeeds on all processes, because a failed call would end the other
+    /// processes.
+    pub(crate) fn none_if_agreed<T>(
         &self,
-        outcome: candle_core::Result<T>,
+        result: candle_core::Result<T>,
     ) -> candle_core::Result<Option<T>> {
-        match outcome {
-            Err(_) if self.refused().agreed.is_some() => Ok(None),
-            outcome => outcome.map(Some),
+        match result {
+            Err(_) if self.lock().agreed.is_some() => Ok(None),
+            result => result.map(Some),
         }
     }
 
-    /// Converts the result of a call whose replicas return [outcomes](Self::outcome). A recorded
-    /// error of a single replica is returned only if it ended the call.
+    /// Converts the result of a call whose replicas return the results of
+    /// [`none_if_agreed`](Self::none_if_agreed): `None` becomes the agreed error, and the error of
+    /// the call becomes the recorded error that caused it, if there is one.
     #[expect(clippy::expect_used, reason = "a replica returns `None` only after an agreed error")]
-    pub(crate) fn call_result<T>(&self, outcome: pmap_mesh::Result<Option<T>>) -> Result<T> {
-        let refused = self.refused();
-        match outcome {
+    pub(crate) fn call_result<T>(&self, result: pmap_mesh::Result<Option<T>>) -> Result<T> {
+        let recorded = self.lock();
+        match result {
             Ok(Some(value)) => Ok(value),
-            Ok(None) => Err(refused
+            Ok(None) => Err(recorded
                 .agreed
                 .clone()
                 .expect("an agreed error is recorded before `None` is returned")
                 .into()),
             Err(error) => {
-                let said = error.to_string();
-                let ended = refused.alone.iter().find(|refused| is_said(&said, refused));
-                Err(ended.map_or_else(|| error.into(), |refused| refused.clone().into()))
+                let text = error.to_string();
+                let cause = recorded.local.iter().find(|local| contains_error(&text, local));
+                Err(cause.map_or_else(|| error.into(), |cause| cause.clone().into()))
             }
         }
     }
 
-    /// Ignores poisoning: every change under the lock is a single insertion, so a panic leaves no
-    /// partial state.
-    fn refused(&self) -> MutexGuard<'_, RecordedErrors> {
+    /// Locks the recorded errors. Ignores poisoning: every change under the lock is a single
+    /// insertion, so a panic leaves no partial state.
+    fn lock(&self) -> MutexGuard<'_, RecordedErrors> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Returns true if an error's text contains a recorded error. Some of candle's contexts quote their
-/// cause, hence the escaped form.
-fn is_said(text: &str, refused: &TrainingError) -> bool {
-    let refused = refused.to_string();
-    text.contains(&refused) || text.contains(&refused.escape_debug().to_string())
+/// Returns true if a text contains the message of an error, either as it is or escaped: some of
+/// candle's contexts quote their cause.
+fn contains_error(text: &str, error: &TrainingError) -> bool {
+    let message = error.to_string();
+    text.contains(&message) || text.contains(&message.escape_debug().to_string())
 }
 
 #[cfg(test)]
@@ -394,29 +398,28 @@ mod tests {
 
     #[test]
     fn ignored_errors_do_not_end_the_call() {
-        let refusal = Refusal::default();
-        refusal.alone(unknown("a"));
-        assert_eq!(refusal.call_result(Ok(Some(7))).unwrap(), 7);
+        let errors = StepErrors::default();
+        errors.record_local(unknown("a"));
+        assert_eq!(errors.call_result(Ok(Some(7))).unwrap(), 7);
         let other =
-            refusal.call_result(failed(candle_core::Error::msg("no such file"))).unwrap_err();
+            errors.call_result(failed(candle_core::Error::msg("no such file"))).unwrap_err();
         assert!(other.to_string().contains("no such file"), "{other}");
-        let ending = refusal.alone(unknown("b"));
-        let found =
-            refusal.call_result(failed(ending.context("unit b, forward pass"))).unwrap_err();
+        let ending = errors.record_local(unknown("b"));
+        let found = errors.call_result(failed(ending.context("unit b, forward pass"))).unwrap_err();
         assert!(matches!(found, Error::Training(found) if found == unknown("b")));
-        let quoted = Err::<(), _>(refusal.alone(unknown("c"))).context("quoted").unwrap_err();
-        let found = refusal.call_result(failed(quoted)).unwrap_err();
+        let quoted = Err::<(), _>(errors.record_local(unknown("c"))).context("quoted").unwrap_err();
+        let found = errors.call_result(failed(quoted)).unwrap_err();
         assert!(matches!(found, Error::Training(found) if found == unknown("c")));
     }
 
     #[test]
     fn agreed_errors_win_over_ignored_ones() {
-        let refusal = Refusal::default();
-        refusal.alone(unknown("a"));
-        let ending = refusal.agreed(TrainingError::NoWeight);
-        let outcome = refusal.outcome::<u8>(Err(ending)).unwrap();
+        let errors = StepErrors::default();
+        errors.record_local(unknown("a"));
+        let ending = errors.record_agreed(TrainingError::NoWeight);
+        let outcome = errors.none_if_agreed::<u8>(Err(ending)).unwrap();
         assert_eq!(outcome, None);
-        let found = refusal.call_result(Ok(outcome)).unwrap_err();
+        let found = errors.call_result(Ok(outcome)).unwrap_err();
         assert!(matches!(found, Error::Training(TrainingError::NoWeight)));
     }
 }

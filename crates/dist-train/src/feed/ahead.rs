@@ -51,19 +51,19 @@ where
 
     fn next(&mut self) -> Option<T> {
         let Some(pool) = &self.pool else { return self.batches.next().map(&*self.f) };
-        let begun = |item| make(pool, &self.f, &self.taker, item);
-        let missing = self.depth - self.ahead.len();
-        self.ahead.extend(self.batches.by_ref().take(missing).map(begun));
+        let start = |item| start_job(pool, &self.f, &self.taker, item);
+        let n_missing = self.depth - self.ahead.len();
+        self.ahead.extend(self.batches.by_ref().take(n_missing).map(start));
         let next = self.ahead.pop_front()?;
-        // Refill the queue before waiting, so that the threads stay busy during the step of this
+        // Refills the queue before waiting, so that the threads stay busy during the step of this
         // batch.
-        self.ahead.extend(self.batches.next().map(begun));
+        self.ahead.extend(self.batches.next().map(start));
         #[expect(
             clippy::expect_used,
             reason = "a job is skipped only after the consumer is dropped"
         )]
-        let made = next.recv().expect("the job runs while the consumer exists");
-        Some(made.unwrap_or_else(|panic| resume_unwind(panic)))
+        let result = next.recv().expect("the job runs while the consumer exists");
+        Some(result.unwrap_or_else(|panic| resume_unwind(panic)))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
@@ -89,8 +89,9 @@ where
 {
 }
 
-/// Runs `f(item)` on a thread of the pool, unless the consumer is dropped before.
-fn make<A, F, T>(
+/// Runs `f(item)` on a thread of the pool, unless the consumer is dropped before. Returns the
+/// receiver of the result.
+fn start_job<A, F, T>(
     pool: &ThreadPool,
     f: &Arc<F>,
     taker: &Arc<()>,
@@ -108,12 +109,12 @@ where
         if taker.strong_count() == 0 {
             return;
         }
-        let made = catch_unwind(AssertUnwindSafe(|| f(item)));
-        // Dropped before the last batch arrives, so that the consumer is then the only owner of the
-        // captured values.
+        let result = catch_unwind(AssertUnwindSafe(|| f(item)));
+        // The function is dropped before the last batch is sent, so that the consumer is then the
+        // only owner of the captured values.
         drop(f);
         // Sending fails if the consumer is gone, which is fine.
-        drop(sender.send(made));
+        drop(sender.send(result));
     });
     receiver
 }

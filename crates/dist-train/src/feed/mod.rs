@@ -50,8 +50,8 @@ impl<I: Iterator> Feed<I> {
     /// Sets the number of threads; 1 by default. With 0, the consumer's thread makes each batch on
     /// request. (`num_workers` of PyTorch's `DataLoader`.)
     ///
-    /// They share the CPU with the slots of a mesh: [`init_threads`](pmap_mesh::init_threads)
-    /// assigns threads to slots only.
+    /// These threads share the CPU with the slots of a mesh:
+    /// [`init_threads`](pmap_mesh::init_threads) assigns threads to slots only.
     pub fn threads(self, threads: usize) -> Self {
         Self { threads, ..self }
     }
@@ -69,8 +69,8 @@ impl<I: Iterator> Feed<I> {
     ///
     /// # Errors
     ///
-    /// Returns [`Error::Setting`] if the depth is 0 with threads, and [`Error::Threads`] if the
-    /// operating system fails to start them.
+    /// Returns [`Error::Setting`] if the depth is 0 although there are threads, and
+    /// [`Error::Threads`] if the operating system fails to start the threads.
     pub fn collate<T, F>(self, f: F) -> Result<Feeding<I, F, T>>
     where
         I::Item: Send + 'static,

@@ -1,4 +1,4 @@
-//! Variable builders that add adapters to a model's constructor.
+//! Variable builders that add adapters to the layers of a model's constructor.
 
 use std::{
     collections::BTreeSet,
@@ -12,17 +12,18 @@ use crate::{
     error::lora::LoraError,
     lora::{
         Lora,
-        matrices::{declared, layer_of, names_of, sum, wide},
+        matrices::{adapter_dtype, add_adapter, declare_matrices, layer_of, matrix_names},
     },
     parameters::declare::Declared,
 };
 
-/// Declares the adapter of each target layer, and passes weights on unchanged.
+/// A builder that declares the adapter of each target layer, and returns weights unchanged.
 pub(crate) struct AdapterDeclarer<'a> {
     lora: &'a Lora,
     inner: VarBuilder<'a>,
     /// Adapters and matched targets so far. The lock is needed because a constructor may use
-    /// several threads.
+    /// several threads. Every change under the lock is complete before anything can panic, so
+    /// poisoning is ignored.
     found: Mutex<FoundAdapters>,
 }
 
@@ -44,14 +45,12 @@ impl<'a> AdapterDeclarer<'a> {
 
     /// Returns the declared matrices of all targets.
     pub(crate) fn into_adapters(self) -> Result<Vec<Declared>> {
-        // Every change under the lock is complete before anything can panic, so poisoning is
-        // ignored.
         let found = self.found.into_inner().unwrap_or_else(PoisonError::into_inner);
-        self.lora.config.check_all_met(&found.targets)?;
+        self.lora.config.check_all_matched(&found.targets)?;
         Ok(found.adapters)
     }
 
-    /// Returns the name of a parameter in the whole model.
+    /// Returns the name of a parameter in the whole model, given the name in this builder.
     fn full_name(&self, name: &str) -> String {
         let prefix = self.inner.prefix();
         if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") }
@@ -63,11 +62,12 @@ impl<'a> AdapterDeclarer<'a> {
             let (name, shape) = (self.full_name(layer), shape.dims().to_vec());
             return Err(LoraError::NoMatrix { name, shape }.into());
         };
-        if wide(dtype) != dtype {
-            return Err(LoraError::Rounded { name: self.full_name(layer), dtype }.into());
+        if adapter_dtype(dtype) != dtype {
+            return Err(LoraError::HalfPrecision { name: self.full_name(layer), dtype }.into());
         }
-        for matrix in declared(layer, self.lora.rank(), [n_out, n_in], dtype) {
+        for matrix in declare_matrices(layer, self.lora.rank(), [n_out, n_in], dtype) {
             let Declared { name, shape, init, .. } = &matrix;
+            // Requested only so that the inner builder declares the matrix.
             self.inner.get_with_hints_dtype(shape.clone(), name, *init, dtype)?;
             let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
             found.adapters.push(Declared { name: self.full_name(name), ..matrix });
@@ -105,10 +105,10 @@ impl SimpleBackend for &AdapterDeclarer<'_> {
     }
 }
 
-/// Returns the sum of weight and adapter for each layer that has an adapter.
+/// A builder that returns the sum of weight and adapter for each layer with an adapter.
 ///
-/// A layer has an adapter if the adapter's parameters exist. So a unit that sees only the ends of
-/// layer names composes the same layers that were declared.
+/// A layer has an adapter if the parameters of the adapter exist. The targets are not matched
+/// again, because a unit sees only the ends of layer names.
 pub(crate) struct AdapterComposer<'a> {
     inner: VarBuilder<'a>,
     rank: usize,
@@ -122,9 +122,9 @@ impl<'a> AdapterComposer<'a> {
     }
 
     /// Returns the parameter, or its sum with the adapter if there is one.
-    fn composed(&self, name: &str, parameter: Tensor) -> Result<Tensor> {
+    fn compose(&self, name: &str, parameter: Tensor) -> Result<Tensor> {
         let Some(layer) = layer_of(name) else { return Ok(parameter) };
-        let [a, b] = names_of(layer);
+        let [a, b] = matrix_names(layer);
         if !self.inner.contains_tensor(&a) {
             return Ok(parameter);
         }
@@ -132,7 +132,7 @@ impl<'a> AdapterComposer<'a> {
         let dtype = parameter.dtype();
         let a = self.inner.get_with_hints_dtype((self.rank, n_in), &a, Init::default(), dtype)?;
         let b = self.inner.get_with_hints_dtype((n_out, self.rank), &b, Init::default(), dtype)?;
-        sum(&parameter, &a, &b, self.scale)
+        add_adapter(&parameter, &a, &b, self.scale)
     }
 }
 
@@ -145,11 +145,11 @@ impl SimpleBackend for AdapterComposer<'_> {
         dtype: DType,
         _: &Device,
     ) -> Result<Tensor> {
-        self.composed(name, self.inner.get_with_hints_dtype(shape, name, init, dtype)?)
+        self.compose(name, self.inner.get_with_hints_dtype(shape, name, init, dtype)?)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, _: &Device) -> Result<Tensor> {
-        self.composed(name, self.inner.get_unchecked_dtype(name, dtype)?)
+        self.compose(name, self.inner.get_unchecked_dtype(name, dtype)?)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {

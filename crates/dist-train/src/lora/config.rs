@@ -13,8 +13,8 @@ use crate::{
 /// The name of the file.
 pub(crate) const CONFIG: &str = "adapter_config.json";
 
-/// Fields that would change the meaning of the adapters. They must be missing or empty.
-const OTHERS: [&str; 21] = [
+/// Fields that would change the meaning of the adapters; each must be missing or empty.
+const UNSUPPORTED_FIELDS: [&str; 21] = [
     "alora_invocation_tokens",
     "alpha_pattern",
     "arrow_config",
@@ -38,9 +38,9 @@ const OTHERS: [&str; 21] = [
     "megatron_config",
 ];
 
-/// Initializations that leave the weights of the model unchanged. With others (`pissa`, `olora`,
-/// `corda`, `loftq`) the adapters belong to modified weights.
-const BEGINNINGS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
+/// Initializations that leave the weights of the model unchanged. With any other initialization
+/// (`pissa`, `olora`, `corda`, `loftq`) the adapters belong to modified weights.
+const UNCHANGED_WEIGHTS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
 
 /// The target layers, rank and scale of adapters.
 #[derive(Clone, Debug, PartialEq)]
@@ -59,34 +59,37 @@ impl AdapterConfig {
     pub(crate) fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(CONFIG);
         let text = fs::read_to_string(&path).at(&path)?;
-        let refused = |field: &str, found: &str, expected| LoraError::Config {
+        let config_error = |field: &str, found: &str, expected| LoraError::Config {
             path: path.clone(),
             field: field.to_owned(),
             found: found.to_owned(),
             expected,
         };
         let fields: Map<String, Value> = serde_json::from_str(&text)
-            .map_err(|error| refused("the file", &error.to_string(), "a JSON object"))?;
+            .map_err(|error| config_error("the file", &error.to_string(), "a JSON object"))?;
         Self::from_fields(&fields).map_err(|UnsupportedField { field, expected }| {
             let found = fields.get(field).unwrap_or(&Value::Null);
-            refused(field, &found.to_string(), expected).into()
+            config_error(field, &found.to_string(), expected).into()
         })
     }
 
     fn from_fields(fields: &Map<String, Value>) -> Result<Self, UnsupportedField> {
-        let refuse = |field, expected| UnsupportedField { field, expected };
+        let unsupported = |field, expected| UnsupportedField { field, expected };
         let field = |name: &str| fields.get(name).unwrap_or(&Value::Null);
         if field("peft_type") != "LORA" {
-            return Err(refuse("peft_type", "\"LORA\""));
+            return Err(unsupported("peft_type", "\"LORA\""));
         }
-        if !is_silent(field("bias")) && field("bias") != "none" {
-            return Err(refuse("bias", "\"none\""));
+        if !is_unset(field("bias")) && field("bias") != "none" {
+            return Err(unsupported("bias", "\"none\""));
         }
-        if let Some(other) = OTHERS.into_iter().find(|other| !is_silent(field(other))) {
-            return Err(refuse(other, "nothing"));
+        if let Some(name) = UNSUPPORTED_FIELDS.into_iter().find(|name| !is_unset(field(name))) {
+            return Err(unsupported(name, "nothing"));
         }
         if !keeps_weights(field("init_lora_weights")) {
-            return Err(refuse("init_lora_weights", "a way that leaves the weights as they are"));
+            return Err(unsupported(
+                "init_lora_weights",
+                "a way that leaves the weights as they are",
+            ));
         }
         let rank = field("r").as_u64().and_then(|rank| usize::try_from(rank).ok());
         let targets = field("target_modules").as_array().map(|targets| {
@@ -95,22 +98,24 @@ impl AdapterConfig {
         Ok(Self {
             targets: targets
                 .flatten()
-                .ok_or_else(|| refuse("target_modules", "a list of names of layers"))?,
-            rank: rank.ok_or_else(|| refuse("r", "a whole number"))?,
-            alpha: field("lora_alpha").as_f64().ok_or_else(|| refuse("lora_alpha", "a number"))?,
+                .ok_or_else(|| unsupported("target_modules", "a list of names of layers"))?,
+            rank: rank.ok_or_else(|| unsupported("r", "a whole number"))?,
+            alpha: field("lora_alpha")
+                .as_f64()
+                .ok_or_else(|| unsupported("lora_alpha", "a number"))?,
         })
     }
 
     /// Returns the targets that match a layer.
     pub(crate) fn targets_of(&self, layer: &str) -> Vec<&String> {
-        let mut matching = Vec::new();
+        let mut matched = Vec::new();
         for target in &*self.targets {
             let Some(rest) = layer.strip_suffix(target.as_str()) else { continue };
             if rest.is_empty() || rest.ends_with('.') {
-                matching.push(target);
+                matched.push(target);
             }
         }
-        matching
+        matched
     }
 
     /// Checks that every target has matched a layer.
@@ -118,9 +123,9 @@ impl AdapterConfig {
     /// # Errors
     ///
     /// Returns [`LoraError::Unmatched`] otherwise.
-    pub(crate) fn check_all_met(&self, met: &BTreeSet<String>) -> Result<(), LoraError> {
+    pub(crate) fn check_all_matched(&self, matched: &BTreeSet<String>) -> Result<(), LoraError> {
         let unmatched: Vec<String> =
-            self.targets.iter().filter(|target| !met.contains(*target)).cloned().collect();
+            self.targets.iter().filter(|target| !matched.contains(*target)).cloned().collect();
         if unmatched.is_empty() { Ok(()) } else { Err(LoraError::Unmatched { targets: unmatched }) }
     }
 
@@ -131,8 +136,8 @@ impl AdapterConfig {
     /// Returns [`LoraError::NotTargeted`], [`LoraError::OtherRank`] or [`LoraError::Unmatched`]
     /// otherwise.
     #[expect(clippy::expect_used, reason = "the callers pass adapter matrices only")]
-    pub(crate) fn check_are_mine(&self, matrices: &[&ParameterInfo]) -> Result<(), LoraError> {
-        let mut met = BTreeSet::new();
+    pub(crate) fn check_matrices(&self, matrices: &[&ParameterInfo]) -> Result<(), LoraError> {
+        let mut matched = BTreeSet::new();
         for matrix in matrices {
             let (layer, rank_dim) =
                 adapted_by(matrix.name()).expect("the name ends like an adapter matrix");
@@ -148,12 +153,12 @@ impl AdapterConfig {
                     rank: self.rank,
                 });
             }
-            met.extend(targets.into_iter().cloned());
+            matched.extend(targets.into_iter().cloned());
         }
-        self.check_all_met(&met)
+        self.check_all_matched(&matched)
     }
 
-    /// Returns the factor of `B · A`.
+    /// Returns the factor by which `B · A` is multiplied.
     pub(crate) fn scale(&self) -> f64 {
         self.alpha / self.rank as f64
     }
@@ -183,16 +188,16 @@ struct UnsupportedField {
 }
 
 /// Returns true if adapters with this initialization belong to the model's original weights.
-fn keeps_weights(beginning: &Value) -> bool {
-    match beginning {
+fn keeps_weights(initialization: &Value) -> bool {
+    match initialization {
         Value::Null | Value::Bool(_) => true,
-        Value::String(way) => BEGINNINGS.contains(&way.as_str()),
+        Value::String(name) => UNCHANGED_WEIGHTS.contains(&name.as_str()),
         Value::Number(_) | Value::Array(_) | Value::Object(_) => false,
     }
 }
 
 /// Returns true if a field means the same as a missing field.
-fn is_silent(value: &Value) -> bool {
+fn is_unset(value: &Value) -> bool {
     match value {
         Value::Null => true,
         Value::Bool(flag) => !flag,

@@ -7,7 +7,7 @@ use fused_ops::layers::Linear;
 use crate::{
     lora::{
         Lora,
-        matrices::{declared, wide},
+        matrices::{adapter_dtype, declare_matrices},
     },
     parameters::declare::Declared,
 };
@@ -31,7 +31,8 @@ impl LoraLinear {
     pub(super) fn new(lora: &Lora, base: Linear, vb: &VarBuilder<'_>) -> Result<Self> {
         let weight = base.weight();
         let (n_out, n_in) = weight.dims2()?;
-        let matrices = declared("", lora.rank(), [n_out, n_in], wide(weight.dtype()));
+        let matrices =
+            declare_matrices("", lora.rank(), [n_out, n_in], adapter_dtype(weight.dtype()));
         let [a, b] = matrices.map(|Declared { name, shape, init, dtype }| {
             vb.get_with_hints_dtype(shape, &name, init, dtype)
         });

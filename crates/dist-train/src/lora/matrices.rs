@@ -14,14 +14,14 @@ const WEIGHT: &str = "weight";
 const A: &str = "lora_A.weight";
 const B: &str = "lora_B.weight";
 
-/// Returns the layer of a weight, which is the name without `.weight`, or `None` for other
-/// parameters.
+/// Returns the layer of a weight, which is the name without `.weight`, or `None` for a parameter
+/// that is not a weight.
 pub(crate) fn layer_of(name: &str) -> Option<&str> {
     if name == WEIGHT { Some("") } else { name.strip_suffix(WEIGHT)?.strip_suffix('.') }
 }
 
 /// Returns the names of the two matrices of a layer.
-pub(crate) fn names_of(layer: &str) -> [String; 2] {
+pub(crate) fn matrix_names(layer: &str) -> [String; 2] {
     [A, B].map(|inner| if layer.is_empty() { inner.to_owned() } else { format!("{layer}.{inner}") })
 }
 
@@ -30,7 +30,8 @@ pub(crate) fn is_matrix(name: &str) -> bool {
     adapted_by(name).is_some()
 }
 
-/// Returns the layer that a matrix adapts, and the matrix dimension of size rank.
+/// Returns the layer that a matrix adapts, and the dimension of the matrix whose size is the LoRA
+/// rank.
 pub(crate) fn adapted_by(name: &str) -> Option<(&str, usize)> {
     [(A, 0), (B, 1)].into_iter().find_map(|(inner, rank_dim)| {
         let before = name.strip_suffix(inner)?;
@@ -39,14 +40,14 @@ pub(crate) fn adapted_by(name: &str) -> Option<(&str, usize)> {
     })
 }
 
-/// Returns the dtype in which the matrices are stored and multiplied: half precision has too few
-/// digits for updates, as PEFT also assumes.
-pub(crate) fn wide(dtype: DType) -> DType {
+/// Returns the dtype in which the matrices for a weight of `dtype` are stored and multiplied. It is
+/// never half precision, which has too few digits for updates; PEFT does the same.
+pub(crate) fn adapter_dtype(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
 /// Declares the matrices for a layer with a weight of shape [`n_out`, `n_in`].
-pub(crate) fn declared(
+pub(crate) fn declare_matrices(
     layer: &str,
     rank: usize,
     [n_out, n_in]: [usize; 2],
@@ -54,7 +55,7 @@ pub(crate) fn declared(
 ) -> [Declared; 2] {
     // Kaiming's uniform distribution for a leaky slope of √5, like in PyTorch's linear layers.
     let bound = (n_in as f64).sqrt().recip();
-    let [a, b] = names_of(layer);
+    let [a, b] = matrix_names(layer);
     [
         Declared {
             name: a,
@@ -67,16 +68,17 @@ pub(crate) fn declared(
 }
 
 /// Returns `weight + scale · b · a`.
-pub(crate) fn sum(weight: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
-    // Scales the smaller matrix, so that the graph contains fewer large tensors.
+pub(crate) fn add_adapter(weight: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
+    // A is scaled, which is smaller than the product, so that the graph contains fewer large
+    // tensors.
     weight + b.matmul(&(a * scale)?)?
 }
 
-/// Returns [`sum`] of tensors without gradients, rounded only once.
-pub(crate) fn merged(weight: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
+/// Like [`add_adapter`], for tensors without gradients; rounds only the result.
+pub(crate) fn merge_adapter(weight: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
     let dtype = weight.dtype();
-    let [weight, a, b] = [weight, a, b].map(|tensor| tensor.to_dtype(wide(dtype)));
-    sum(&weight?, &a?, &b?, scale)?.to_dtype(dtype)
+    let [weight, a, b] = [weight, a, b].map(|tensor| tensor.to_dtype(adapter_dtype(dtype)));
+    add_adapter(&weight?, &a?, &b?, scale)?.to_dtype(dtype)
 }
 
 #[cfg(test)]
@@ -90,8 +92,8 @@ mod tests {
             [layer_of("weight"), layer_of("h.bias"), layer_of("h.overweight")],
             [Some(""), None, None]
         );
-        assert_eq!(names_of("h.0.q"), ["h.0.q.lora_A.weight", "h.0.q.lora_B.weight"]);
-        assert_eq!(names_of(""), ["lora_A.weight", "lora_B.weight"]);
+        assert_eq!(matrix_names("h.0.q"), ["h.0.q.lora_A.weight", "h.0.q.lora_B.weight"]);
+        assert_eq!(matrix_names(""), ["lora_A.weight", "lora_B.weight"]);
         for (name, expected) in [
             ("q.lora_A.weight", true),
             ("lora_B.weight", true),

@@ -160,7 +160,7 @@ impl Lora {
     /// # Errors
     ///
     /// The returned function returns the errors of `build`, and, wrapped in candle's error,
-    /// [`LoraError::Unmatched`], [`LoraError::NoMatrix`], and [`LoraError::Rounded`] for
+    /// [`LoraError::Unmatched`], [`LoraError::NoMatrix`], and [`LoraError::HalfPrecision`] for
     /// half-precision weights. For [opened](Self::open) adapters that do not match the model it
     /// also returns [`ParameterError::Weights`] and [`ParameterError::Shape`].
     pub fn adapt<M>(

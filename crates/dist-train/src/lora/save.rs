@@ -1,6 +1,6 @@
 //! Writing a model's parameters, its adapters, or both merged, as pretrained weights.
 
-use std::path::Path;
+use std::{collections::BTreeMap, path::Path};
 
 use candle_core::{DType, Tensor};
 use dist_checkpoint::{
@@ -35,6 +35,8 @@ pub struct PretrainedFiles {
     allows_non_finite: bool,
     /// The dtype of all parameters in the files; `None` for each parameter's own dtype.
     dtype: Option<DType>,
+    /// The contents of other files, by name.
+    files_beside: BTreeMap<String, Vec<u8>>,
 }
 
 /// The parameters to write.
@@ -57,7 +59,8 @@ impl Default for PretrainedFiles {
 
 impl PretrainedFiles {
     pub(crate) fn new(content: SavedContent) -> Self {
-        Self { content, max_bytes: 5_000_000_000, allows_non_finite: false, dtype: None }
+        let files_beside = BTreeMap::new();
+        Self { content, max_bytes: 5_000_000_000, allows_non_finite: false, dtype: None, files_beside }
     }
 
     /// Sets the maximum bytes of parameters per file, 5 GB by default; a larger parameter gets its
@@ -77,6 +80,14 @@ impl PretrainedFiles {
         Self { dtype: Some(dtype), ..self }
     }
 
+    /// Also writes a file beside the weights, such as `config.json` or `tokenizer.json`, with its
+    /// checksum in the metadata of the weights.
+    #[must_use]
+    pub fn with_file(mut self, name: impl Into<String>, content: impl Into<Vec<u8>>) -> Self {
+        self.files_beside.insert(name.into(), content.into());
+        self
+    }
+
     /// Also writes infinite and NaN parameters, which are rejected by default.
     #[must_use]
     pub fn allow_non_finite(self) -> Self {
@@ -94,7 +105,7 @@ impl PretrainedFiles {
 ///
 /// Returns an error on all processes if one fails: the errors of `whole` and of
 /// [`ModelFolder::write`], and for adapters [`LoraError::NoAdapters`] and the errors of
-/// [`AdapterConfig::check_are_mine`].
+/// [`AdapterConfig::check_matrices`].
 pub(crate) fn save(
     mesh: &DeviceMesh,
     folder: &Path,
@@ -102,8 +113,11 @@ pub(crate) fn save(
     parameters: &[ParameterInfo],
     whole: impl Fn(&str) -> Result<Tensor>,
 ) -> Result<()> {
-    let PretrainedFiles { content, max_bytes, allows_non_finite, dtype } = files;
-    let target = ModelFolder::new(mesh, folder);
+    let PretrainedFiles { content, max_bytes, allows_non_finite, dtype, mut files_beside } = files;
+    if let SavedContent::Adapters(config) = &content {
+        files_beside.insert(CONFIG.to_owned(), config.json().into_bytes());
+    }
+    let target = ModelFolder::new(mesh, folder).with_files(&files_beside);
     let target = if allows_non_finite { target.allow_non_finite() } else { target };
     let typed = |tensor: Result<Tensor>| match dtype {
         Some(dtype) => tensor?.to_dtype(dtype).doing("converting a parameter"),
@@ -129,7 +143,7 @@ pub(crate) fn save(
             }
             // All names start with the prefix, which was added above.
             let parameter = |name: &str| typed(whole(&name[FILE_PREFIX.len()..]));
-            target.write_with_text(FILE, infos, parameter, (CONFIG, &config.json()))
+            target.write_one(FILE, infos, parameter)
         }
     }
 }
@@ -161,7 +175,7 @@ fn with_adapters<'a>(
     if adapters.is_empty() {
         return Err(LoraError::NoAdapters { parameters: parameters.len() });
     }
-    config.check_are_mine(&adapters)?;
+    config.check_matrices(&adapters)?;
     Ok((adapters, others))
 }
 
@@ -172,7 +186,7 @@ fn merged(
     parameters: &[ParameterInfo],
     whole: impl Fn(&str) -> Result<Tensor>,
 ) -> Result<Tensor> {
-    let matrices = matrices::layer_of(name).map(matrices::names_of);
+    let matrices = matrices::layer_of(name).map(matrices::matrix_names);
     let is_known = |name: &String| parameters.iter().any(|info| info.name() == name);
     let Some([a, b]) = matrices.filter(|[a, b]| is_known(a) && is_known(b)) else {
         return whole(name);
@@ -180,7 +194,7 @@ fn merged(
     // Gather all three before returning an error: gathering is collective, so all processes must do
     // it.
     let [weight, a, b] = [name, &a, &b].map(whole);
-    matrices::merged(&weight?, &a?, &b?, scale).doing("merging an adapter")
+    matrices::merge_adapter(&weight?, &a?, &b?, scale).doing("merging an adapter")
 }
 
 #[cfg(test)]

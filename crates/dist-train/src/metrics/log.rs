@@ -63,7 +63,7 @@ impl MetricsLog {
     ///
     /// # Errors
     ///
-    /// Returns [`Error::NoMetrics`] if the file contains something else, and
+    /// Returns [`Error::NoMetrics`] if the file has content that is not metrics, and
     /// [`CheckpointError::Io`](crate::CheckpointError::Io) if it cannot be opened or changed.
     pub fn open(path: impl Into<PathBuf>, done: u64) -> Result<Self> {
         let path = path.into();
@@ -121,11 +121,11 @@ fn truncate(path: &Path, end: u64) -> Result<()> {
         back_up(path, "unsaved", &text)?;
     }
     metrics.truncate(end);
-    let kept = metrics.lines(&text);
-    if kept == text { Ok(()) } else { files::write(path, &kept).at(path) }
+    let remaining = metrics.lines(&text);
+    if remaining == text { Ok(()) } else { files::write(path, &remaining).at(path) }
 }
 
-/// Returns true if the text is empty or the start of a first line, as a killed run may leave it.
+/// Returns true if the text is empty or the start of a first line, which a killed run may leave.
 fn is_first_line_start(text: &[u8]) -> bool {
     let start: &[u8] = br#"{"step":"#;
     text.is_empty() || (text.starts_with(start) && !text.contains(&b'\n'))

@@ -9,7 +9,7 @@ use crate::step::rules::Step;
 
 /// The metrics of one step, one line of a [log](crate::MetricsLog).
 ///
-/// Every line has the fields that are not optional. Readers ignore unknown fields.
+/// Every line has all fields that are not optional. Readers ignore unknown fields.
 ///
 /// # Examples
 ///
@@ -151,13 +151,16 @@ pub struct MeanLoss {
 }
 
 impl MeanLoss {
-    /// Adds a step.
+    /// Adds a step. A step of weight 0 has no loss, so it does not count.
     pub fn add(&mut self, step: &StepMetrics) {
+        if step.loss_weight() == 0.0 {
+            return;
+        }
         self.sum += f64::from(step.loss) * step.loss_weight();
         self.weight += step.loss_weight();
     }
 
-    /// Returns the mean; NaN without steps.
+    /// Returns the mean; NaN without a step that has a weight.
     pub fn mean(self) -> f64 {
         self.sum / self.weight
     }
@@ -177,6 +180,8 @@ mod tests {
         let mut mean = MeanLoss::default();
         mean.add(&step(1.0, 1.0, 10));
         mean.add(&step(3.0, 3.0, 2));
+        mean.add(&step(f32::NAN, 0.0, 2));
+        mean.add(&StepMetrics::new(0, 7.0));
         assert_eq!(mean.mean().to_bits(), 2.5_f64.to_bits());
     }
 }

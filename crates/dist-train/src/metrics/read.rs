@@ -29,8 +29,8 @@ use crate::{
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
     steps: Vec<StepMetrics>,
-    /// The line index of each step, from 0.
-    places: Vec<usize>,
+    /// The index of each step's line, from 0.
+    line_indices: Vec<usize>,
     /// The line numbers of damaged lines, from 1.
     damaged: Vec<u64>,
 }
@@ -74,24 +74,26 @@ impl Metrics {
         let is_cut = text.last().is_some_and(|&last| last != b'\n');
         let mut lines: Vec<&[u8]> = text.split(|&byte| byte == b'\n').collect();
         // The text after the last newline: empty or a partial line. A complete step there is used.
-        let last = lines.pop().filter(|last| is_cut && step_of(last).is_some());
-        let steps: Vec<Option<StepMetrics>> = lines.into_iter().chain(last).map(step_of).collect();
+        let last = lines.pop().filter(|last| is_cut && parse_step(last).is_some());
+        let steps: Vec<Option<StepMetrics>> =
+            lines.into_iter().chain(last).map(parse_step).collect();
         let mut metrics = Self::default();
-        for (place, step) in steps.iter().enumerate() {
-            let next = steps.get(place + 1).copied().flatten();
+        for (index, step) in steps.iter().enumerate() {
+            let next = steps.get(index + 1).copied().flatten();
             match step.filter(|step| metrics.is_between(step, next)) {
                 Some(step) => {
                     metrics.steps.push(step);
-                    metrics.places.push(place);
+                    metrics.line_indices.push(index);
                 }
-                None => metrics.damaged.push(place as u64 + 1),
+                None => metrics.damaged.push(index as u64 + 1),
             }
         }
         metrics
     }
 
-    /// Returns true if a step comes after the previous steps and before the next one, unless the
-    /// next step is the misplaced one.
+    /// Returns true if a step fits between the previous steps and the next step. The next step is
+    /// ignored if it must be the misplaced one: it comes before the previous steps, or `step`
+    /// directly follows the previous steps.
     fn is_between(&self, step: &StepMetrics, next: Option<StepMetrics>) -> bool {
         let done = self.done();
         let is_next_misplaced = next.is_some_and(|next| next.step < done);
@@ -104,7 +106,7 @@ impl Metrics {
         &self.steps
     }
 
-    /// Returns the number of finished steps after the last of these steps.
+    /// Returns the number of steps that the run had finished at the last recorded step.
     pub fn done(&self) -> u64 {
         match self.steps.last() {
             None => 0,
@@ -121,14 +123,14 @@ impl Metrics {
     /// from.
     pub fn lines(&self, text: &[u8]) -> Vec<u8> {
         let lines: Vec<&[u8]> = text.split(|&byte| byte == b'\n').collect();
-        self.places.iter().flat_map(|&place| [lines[place], b"\n"].concat()).collect()
+        self.line_indices.iter().flat_map(|&index| [lines[index], b"\n"].concat()).collect()
     }
 
     /// Drops the steps from `end` on, which a run resumed at `end` repeats.
     pub fn truncate(&mut self, end: u64) {
         let n_kept = self.steps.partition_point(|step| step.step < end);
         self.steps.truncate(n_kept);
-        self.places.truncate(n_kept);
+        self.line_indices.truncate(n_kept);
     }
 
     /// Returns the ranges of steps before `end` without metrics.
@@ -167,7 +169,8 @@ impl Metrics {
     }
 }
 
-fn step_of(line: &[u8]) -> Option<StepMetrics> {
+/// Parses a line; `None` if it is not a plausible step.
+fn parse_step(line: &[u8]) -> Option<StepMetrics> {
     serde_json::from_slice(line).ok().filter(StepMetrics::is_possible)
 }
 

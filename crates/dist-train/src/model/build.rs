@@ -27,11 +27,12 @@ type BuiltModel<M, O> = (Arc<Inventory>, Vec<SharedSlot<O>>, Layout<M>);
 impl<M> ModelBuilder<'_, M> {
     /// Builds the model on every slot, and its optimizers.
     ///
-    /// The model's constructor must request the same variables on each call; on the first call they
-    /// are all zeros without memory, and the resulting model is dropped. For a model [by
-    /// units](Self::by_units) this is the only call. If the mesh spans several processes, all must
-    /// set the same options. They start with the values of rank 0; a sharded model must start with
-    /// equal values. If one process fails, all return together.
+    /// The model's constructor must request the same variables on each call. On the first call, all
+    /// variables are zeros without memory, and the resulting model is dropped. For a model [by
+    /// units](Self::by_units) this is the only call. If the mesh spans several processes, all
+    /// processes must set the same options. A replicated model starts with the values of rank 0 on
+    /// all processes; for a sharded model, all processes must initialize the same values. If one
+    /// process fails, all processes return together.
     ///
     /// `optimizer` is called for each slot and group with the variables that this slot updates:
     /// shards of parameters if the model is sharded, and with
@@ -75,15 +76,15 @@ impl<M> ModelBuilder<'_, M> {
         let (inventory, slots, layout) = self.build_layout(&optimizer)?;
         let Self { mesh, config, .. } = self;
         let groups = &inventory.roles.groups;
-        let own: Vec<f64> = {
+        let rates: Vec<f64> = {
             let slot = lock(&slots[0]);
             (0..groups.len()).map(|group| slot.learning_rate(group)).collect()
         };
-        let bits = settings::number_fingerprint(own.iter().map(|rate| rate.to_bits()));
-        settings::check(mesh, &[("the optimizers' learning rates", bits)])?;
+        let fingerprint = settings::number_fingerprint(rates.iter().map(|rate| rate.to_bits()));
+        settings::check(mesh, &[("the optimizers' learning rates", fingerprint)])?;
         Ok(DistributedModel {
             mesh: mesh.clone(),
-            rates: Rates::new(groups, own, config.options.schedule),
+            rates: Rates::new(groups, rates, config.options.schedule),
             inventory,
             options: config.options,
             precision: config.precision,

@@ -170,9 +170,9 @@ impl<'a, M> ModelBuilder<'a, M> {
     /// in `.json`, or a folder with `model.safetensors` or `model.safetensors.index.json`, such as
     /// [`save_pretrained`](crate::DistributedModel::save_pretrained) writes. Names must match
     /// exactly. A missing parameter is an error unless [`allow_missing`](Self::allow_missing)
-    /// matches it or it [has a value](Self::with_variables); a parameter with both is an error, and
-    /// so is a tensor unknown to the model unless [`allow_unexpected`](Self::allow_unexpected)
-    /// matches it.
+    /// matches it or it [has a value](Self::with_variables). A parameter that has a value and is in
+    /// the weights is an error, and so is a tensor that the model does not have, unless
+    /// [`allow_unexpected`](Self::allow_unexpected) matches it.
     ///
     /// The slots of a sharded model read only their own items. All processes must have the same
     /// weights, but none has all of them in memory. So processes compare the parameter names, and
@@ -206,8 +206,8 @@ impl<'a, M> ModelBuilder<'a, M> {
     /// mesh, the same object that [`DeviceMesh::devices`] returns. No variable may have two names:
     /// layers that share a variable must request the same name.
     ///
-    /// Slots on the first device use them directly, so between steps they contain the trained
-    /// values. A sharded model has no such variables and rejects the option.
+    /// Slots on the first device use these variables directly, so between steps the variables
+    /// contain the trained values. A sharded model has no such variables and rejects the option.
     pub fn with_variables(mut self, vars: &VarMap) -> Self {
         self.config.map = Some(vars.clone());
         self
@@ -217,8 +217,8 @@ impl<'a, M> ModelBuilder<'a, M> {
     /// [variables](Self::with_variables), or single precision.
     ///
     /// Half-precision parameters are stored as such, with master weights in the state of
-    /// [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd). A checkpoint contains the master weights, so
-    /// a model of any other dtype can load it.
+    /// [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd). A checkpoint contains the master weights,
+    /// so a model of any other dtype can load it.
     pub fn dtype(mut self, dtype: DType) -> Self {
         self.config.given_dtype = Some(dtype);
         self
@@ -229,11 +229,11 @@ impl<'a, M> ModelBuilder<'a, M> {
     /// [dtype](Self::dtype) of the parameters. (PyTorch's `MixedPrecisionPolicy(param_dtype,
     /// reduce_dtype)`.)
     ///
-    /// A replicated model stores a rounded copy of each parameter beside it. A sharded one gathers
-    /// rounded parameters: with [`DType::BF16`] they take half the memory and half the network time.
-    /// Both layouts have the same bits. Builders then have `param_dtype`, as have buffers, and a loss
-    /// must cast its other tensors: `x.to_dtype(vb.dtype())`, and the logits before a cross-entropy
-    /// to [`DType::F32`].
+    /// A replicated model stores a rounded copy of each parameter beside the parameter. A sharded
+    /// model gathers rounded parameters, which take half the memory and half the network time with
+    /// [`DType::BF16`]. Both layouts have the same bits. Variable builders and buffers then have
+    /// the dtype `param_dtype`. A loss must cast its inputs with `x.to_dtype(vb.dtype())`, and the
+    /// logits before a cross-entropy to [`DType::F32`].
     ///
     /// # Examples
     ///
@@ -259,15 +259,16 @@ impl<'a, M> ModelBuilder<'a, M> {
         self
     }
 
-    /// Gives every slot its own variables, even on a shared device, like on separate devices. The
-    /// slots of a sharded model always have their own, so it rejects the option.
+    /// Gives every slot its own variables, even if slots share a device. The slots of a sharded
+    /// model always have their own variables, so a sharded model rejects the option.
     pub fn replicated(mut self) -> Self {
         self.config.sharing = Sharing::PerSlot;
         self
     }
 
     /// Freezes the parameters that a pattern matches: they have no gradient, are not reduced, and
-    /// have no optimizer. They are saved with the others. (A sharded model still gathers them.)
+    /// have no optimizer. They are saved like trained parameters. (A sharded model still gathers
+    /// them.)
     ///
     /// Buffers are never trained, and buffers that a pattern matches are still changed by the
     /// forward pass: run a frozen batch norm with `train = false`.
@@ -276,10 +277,11 @@ impl<'a, M> ModelBuilder<'a, M> {
         self
     }
 
-    /// Trains the parameters that a pattern matches, and [freezes](Self::freeze) all others. The
-    /// others come from pretrained [weights](Self::weights), so checkpoints omit them. A model that
-    /// loads such a checkpoint must start with the same weights, which is not checked. (For a new
-    /// head on a frozen model, or the adapters of [`Lora`](crate::Lora).)
+    /// Trains the parameters that a pattern matches, and [freezes](Self::freeze) all others.
+    /// Checkpoints omit the frozen parameters, because these come from pretrained
+    /// [weights](Self::weights). A model that loads such a checkpoint must start with the same
+    /// weights, which is not checked. (For a new head on a frozen model, or the adapters of
+    /// [`Lora`](crate::Lora).)
     pub fn train_only<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
         self.config.choices.trained.extend(texts(patterns));
         self
@@ -296,9 +298,9 @@ impl<'a, M> ModelBuilder<'a, M> {
     /// Declares buffers: variables changed by the forward pass and not by optimizers.
     /// `**.running_mean`, `**.running_var` and `**.num_batches_tracked` are buffers in any model.
     ///
-    /// Each slot has its own. After each batch they are set to their mean over the slots, weighted
-    /// by rows, or to the maximum for integers, which are counts. They are saved with the
-    /// parameters. A sharded model cannot have buffers.
+    /// Each slot has its own copy of the buffers. After each batch, a buffer is set to its mean
+    /// over the slots, weighted by rows; a buffer of integers, which are counts, is set to its
+    /// maximum. Buffers are saved with the parameters. A sharded model cannot have buffers.
     pub fn buffers<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
         self.config.choices.buffers.extend(texts(patterns));
         self
@@ -353,8 +355,8 @@ impl<'a, M> ModelBuilder<'a, M> {
         self
     }
 
-    /// Continues training with infinite or NaN losses and gradients, for a loss scaler that lowers
-    /// its factor then. By default such a step is an error and changes nothing.
+    /// Continues training with infinite or NaN losses and gradients, for a loss scaler that then
+    /// lowers its factor. By default such a step is an error and changes nothing.
     pub fn allow_non_finite(mut self) -> Self {
         self.config.options.allow_non_finite = true;
         self
@@ -467,7 +469,7 @@ impl ModelBuilder<'_, Units> {
     ///   ([`TrainingError::HalfUpdated`](crate::TrainingError::HalfUpdated)). Non-finite losses and
     ///   units that are not entered are detected earlier;
     /// - [`build`](Self::build) creates an optimizer for each unit and group, each of which makes
-    ///   one update per step. A parameter of several units is updated after the last of them.
+    ///   one update per step. A parameter of several units is updated after the last of its units.
     pub fn optimizer_in_backward(mut self) -> Self {
         self.sharding.updates_in_backward = true;
         self

@@ -1,4 +1,4 @@
-//! Options of a builder, separate for all models and for sharded models.
+//! Options of a builder: the options of every model, and the options of sharded models.
 
 use std::path::PathBuf;
 
@@ -21,10 +21,10 @@ use crate::{
 /// Sharing of variables between slots on one device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Sharing {
-    /// Slots on one device share one set.
+    /// Slots on one device share the variables.
     #[default]
     PerDevice,
-    /// Each slot has its own set.
+    /// Each slot has its own variables.
     PerSlot,
 }
 
@@ -109,7 +109,7 @@ impl ShardingConfig {
         let option = match self {
             Self { plan_source: PlanSource::Strategy(_), .. } => "strategy",
             Self { plan_source: PlanSource::Ready(_), .. } => "plan",
-            Self { keeps, .. } if !keeps.is_silent() => "keep",
+            Self { keeps, .. } if !keeps.is_empty() => "keep",
             Self { n_prefetched: 1.., .. } => "prefetch",
             Self { reduction: Accumulation::ReduceLast, .. } => "accumulation",
             Self { updates_in_backward: true, .. } => "optimizer_in_backward",

@@ -80,8 +80,8 @@ impl DataParallel {
 ///
 /// Each slot stores a shard of every parameter. A loss is written by [units](Units::unit): entering
 /// a unit gathers its parameters while its function runs, and its backward pass gathers them again
-/// and reduce-scatters the gradients. So a slot holds the full parameters and gradients of one unit
-/// at a time, and shards of all others.
+/// and reduce-scatters the gradients. So a slot stores the full parameters and gradients of one
+/// unit at a time, and its shards of all units.
 ///
 /// The same loss runs with a [`DataParallel`] model [by units](ModelBuilder::by_units), which
 /// [`fully_shard`](ModelBuilder::fully_shard) converts to this layout.

@@ -78,7 +78,7 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
         L: Into<Loss<A>>,
         F: Fn(&Replica, &M, I) -> CandleResult<L> + Send + Sync,
     {
-        self.check_whole()?;
+        self.check_not_half_updated()?;
         let loss = |ctx: &Replica, model: &M, shard: I| loss(ctx, model, shard).map(Into::into);
         let inventory = Arc::clone(&self.inventory);
         let params = inventory.roles.trained();
@@ -150,8 +150,8 @@ where
         layout.parameter(inventory, slots, self.params[trained])
     }
 
-    fn computed(&self, stored: DType) -> DType {
-        self.model.precision.computed(stored)
+    fn compute_dtype(&self, stored: DType) -> DType {
+        self.model.precision.compute_dtype(stored)
     }
 
     /// Sets the value on every slot. Slots that share a variable set it several times to the same

@@ -42,7 +42,8 @@ impl<M> Layout<M> {
     /// # Errors
     ///
     /// Returns [`TrainingError::NeedsAllGradients`](crate::TrainingError::NeedsAllGradients) if the
-    /// batch should be accumulated and optimizers run in the backward pass, and the errors of candle.
+    /// batch is to be accumulated but optimizers run in the backward pass, and the errors of
+    /// candle.
     pub(crate) fn begin<'a, O>(
         &'a self,
         slots: &'a [SharedSlot<O>],
@@ -72,7 +73,7 @@ impl<M> Layout<M> {
         }
     }
 
-    /// Describes the parameters, in the order of saving.
+    /// Describes the parameters, in the order in which they are saved.
     pub(crate) fn infos<O>(
         &self,
         inventory: &Inventory,
@@ -143,7 +144,7 @@ impl<M, O: Optimizer + Send + 'static> Pass<'_, M, O> {
         }
     }
 
-    /// Ends the batch: stores the state for later batches, or reverts partial changes after an
+    /// Ends the batch: keeps the state for later batches, or reverts partial changes after an
     /// error.
     pub(crate) fn end(&self, is_ok: bool) -> Result<()> {
         match self {
@@ -155,8 +156,9 @@ impl<M, O: Optimizer + Send + 'static> Pass<'_, M, O> {
         }
     }
 
-    /// Returns the full gradients of all trained parameters, after a differentiated batch. Every
-    /// process of the mesh must call this.
+    /// Returns the full gradients of all trained parameters, after a batch with
+    /// [`Goal::Differentiate`](crate::step::rules::Goal::Differentiate). Every process of the mesh
+    /// must call this.
     pub(crate) fn gradients(&self) -> Result<Vec<Option<Tensor>>> {
         match self {
             Self::Replicated(pass) => Ok(pass.gradients()),

@@ -191,7 +191,7 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
         L: Into<Loss<A>>,
         F: Fn(&Replica, &M, I) -> CandleResult<L> + Send + Sync,
     {
-        self.check_whole()?;
+        self.check_not_half_updated()?;
         let pass = self.layout.begin(&self.slots, self.rules(Goal::Evaluate))?;
         let stream = self.progress.evaluation_stream();
         let (Report { loss, .. }, aux) = self.run(&pass, stream, batch, loss)?;
@@ -206,7 +206,7 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
         L: Into<Loss<A>>,
         F: Fn(&Replica, &M, I) -> CandleResult<L> + Send + Sync,
     {
-        self.check_whole()?;
+        self.check_not_half_updated()?;
         for (group, rate) in self.rates.after(self.progress.steps).into_iter().enumerate() {
             self.slots.iter().for_each(|slot| lock(slot).set_learning_rate(group, rate));
         }
@@ -217,8 +217,8 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
         Ok(outcome)
     }
 
-    /// Runs a batch of any kind through the replicas. The random numbers of its losses start at a
-    /// position in a seed's stream.
+    /// Runs a batch for any [`Goal`] through the replicas. The random numbers of its losses start
+    /// at `position` in the stream of `seed`.
     #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
     #[track_caller]
     fn run<I, A, L, F>(
@@ -247,21 +247,21 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
                     ShardUse::Last => shard.take(),
                 };
                 let shard = shard.expect("the shard is taken by its last use only");
-                let loss = shapes.explain(shard, |shard| loss(ctx, model, shard))?.into();
-                let (loss, leafless) = loss.into_leaves();
-                form = Some(leafless);
-                Ok(loss)
+                let shard_loss = shapes.explain(shard, |shard| loss(ctx, model, shard))?.into();
+                let (shard_loss, aux_form) = shard_loss.into_leaves();
+                form = Some(aux_form);
+                Ok(shard_loss)
             })?;
-            Ok(outcome.map(|(of_all, sums)| {
-                report.get_or_init(|| of_all);
+            Ok(outcome.map(|(batch_report, sums)| {
+                report.get_or_init(|| batch_report);
                 let form = form.expect("a loss was evaluated");
                 loss::with_leaves(&form, sums)
             }))
         });
-        let call = self.options.cut(call).seed(seed);
-        let outcome = pass.rules().refusal.call_result(call.call_at(position, batch));
-        pass.end(outcome.is_ok())?;
-        let aux = outcome?;
+        let call = self.options.configure(call).seed(seed);
+        let result = pass.rules().errors.call_result(call.call_at(position, batch));
+        pass.end(result.is_ok())?;
+        let aux = result?;
         Ok((*report.get().expect("every replica has set the report"), aux))
     }
 }
@@ -315,7 +315,7 @@ impl<M, O> DistributedModel<M, O> {
     #[doc(alias = "full_tensor")]
     #[doc(alias = "gather")]
     pub fn parameter(&self, name: &str) -> Result<Tensor> {
-        self.check_whole()?;
+        self.check_not_half_updated()?;
         let parameters = &self.inventory.parameters;
         let position = parameters.binary_search_by(|(other, _)| other.as_str().cmp(name));
         let position = position.map_err(|_| ParameterError::Unknown { name: name.to_owned() })?;
@@ -411,16 +411,16 @@ impl<M, O> DistributedModel<M, O> {
     /// values, [`TrainingError::HalfUpdated`] after a partial update, [`Error::Tensor`] if a
     /// parameter cannot be read, and [`Error::Mesh`] if a process does not respond.
     pub fn check_in_sync(&self) -> Result<()> {
-        self.check_whole()?;
+        self.check_not_half_updated()?;
         self.layout.check_in_sync(&self.mesh, &self.inventory, &self.slots)
     }
 
     /// Returns the sharding plan if the model is sharded.
     ///
-    /// The plan's cost and schedule count a parameter in several units for the first of them only,
-    /// although it is gathered and reduced for each. They also do not count the unreduced gradients
-    /// that [`Accumulation::ReduceLast`](crate::Accumulation::ReduceLast) stores between batches,
-    /// as many bytes as the full model on every slot.
+    /// The plan's cost and schedule count a parameter of several units for the first unit only,
+    /// although it is gathered and reduced for each unit. They also do not count the unreduced
+    /// gradients that [`Accumulation::ReduceLast`](crate::Accumulation::ReduceLast) stores between
+    /// batches, which have as many bytes as the full model on every slot.
     pub fn plan(&self) -> Option<&ShardingPlan> {
         Some(self.layout.sharded()?.vars.plan())
     }
@@ -460,7 +460,7 @@ impl<M, O> DistributedModel<M, O> {
     }
 
     /// Returns an error if a failed step or load left the model partially updated.
-    fn check_whole(&self) -> Result<(), TrainingError> {
+    fn check_not_half_updated(&self) -> Result<(), TrainingError> {
         let is_half_updated = self.slots.iter().any(|slot| lock(slot).is_half_updated);
         if is_half_updated { Err(TrainingError::HalfUpdated) } else { Ok(()) }
     }

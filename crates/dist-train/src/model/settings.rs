@@ -22,15 +22,16 @@ pub(crate) type Settings<const N: usize> = [(&'static str, u64); N];
 ///
 /// Returns [`TrainingError::OtherModel`] and [`TrainingError::OtherOption`] with the first
 /// difference, and [`Error::Mesh`](crate::Error::Mesh) if a process does not respond.
-pub(crate) fn check<const N: usize>(mesh: &DeviceMesh, here: &Settings<N>) -> Result<()> {
+pub(crate) fn check<const N: usize>(mesh: &DeviceMesh, settings: &Settings<N>) -> Result<()> {
     if !mesh.spans_processes() {
         return Ok(());
     }
-    let numbers = here.map(|(_, number)| number);
-    let all = mesh.gather_numbers(&vec![numbers; mesh.devices().len()])?;
-    for (n, (option, _)) in here.iter().enumerate() {
-        if let Some(replica) = all.iter().position(|numbers| numbers[n] != all[0][n]) {
-            let error = match *option {
+    let fingerprints = settings.map(|(_, fingerprint)| fingerprint);
+    let by_slot = mesh.gather_numbers(&vec![fingerprints; mesh.devices().len()])?;
+    for (n, &(option, _)) in settings.iter().enumerate() {
+        let different = by_slot.iter().position(|fingerprints| fingerprints[n] != by_slot[0][n]);
+        if let Some(replica) = different {
+            let error = match option {
                 VARIABLES => TrainingError::OtherModel { replica },
                 option => TrainingError::OtherOption { option, replica },
             };
@@ -42,8 +43,8 @@ pub(crate) fn check<const N: usize>(mesh: &DeviceMesh, here: &Settings<N>) -> Re
 
 const VARIABLES: &str = "variables";
 
-/// Returns the settings of a model. Without this comparison, replicas that train different
-/// variables, for example, would deadlock.
+/// Returns the settings of a model that all processes must have in common. Without this comparison,
+/// replicas would deadlock if they train different variables, for example.
 pub(crate) fn model_settings(
     inventory: &Inventory,
     dtypes: impl IntoIterator<Item = DType>,
@@ -53,7 +54,8 @@ pub(crate) fn model_settings(
     let Options { in_axes, uneven, max_norm, schedule, allow_non_finite, check_every } =
         &config.options;
     let Inventory { roles, .. } = inventory;
-    let in_role = |role: fn(Role) -> u64| number_fingerprint(roles.of.iter().map(|&of| role(of)));
+    let in_role =
+        |is_role: fn(Role) -> u64| number_fingerprint(roles.of.iter().map(|&role| is_role(role)));
     // A value that is neither the bits of a finite norm nor a realistic number of steps.
     let absent = u64::MAX;
     [
@@ -81,9 +83,10 @@ pub(crate) fn model_settings(
     ]
 }
 
-/// Checks that slots with the same items of a parameter have the same bits, given fingerprints of
-/// each local slot's parameters. Slots `s` and `s % period` have the same items; the period is `None`
-/// if all slots have different items.
+/// Checks that slots with the same items of a parameter have the same bits. `fingerprints` has for
+/// each slot of this process the fingerprint of each parameter. `periods` has a period for each
+/// parameter: slots `s` and `s % period` have the same items, or all slots have different items if
+/// it is `None`.
 ///
 /// # Errors
 ///
@@ -92,15 +95,15 @@ pub(crate) fn model_settings(
 pub(crate) fn check_values(
     mesh: &DeviceMesh,
     inventory: &Inventory,
-    here: Vec<Vec<u64>>,
+    fingerprints: Vec<Vec<u64>>,
     periods: &[Option<usize>],
 ) -> Result<()> {
-    let slots = mesh.gather_number_lists(here)?;
+    let by_slot = mesh.gather_number_lists(fingerprints)?;
     for (param, &period) in periods.iter().enumerate() {
         let Some(period) = period else { continue };
-        let differing =
-            (0..slots.len()).find(|&slot| slots[slot][param] != slots[slot % period][param]);
-        if let Some(replica) = differing {
+        let different =
+            (0..by_slot.len()).find(|&slot| by_slot[slot][param] != by_slot[slot % period][param]);
+        if let Some(replica) = different {
             return Err(Error::Diverged { name: inventory.name(param).to_owned(), replica });
         }
     }
@@ -117,26 +120,26 @@ pub(crate) fn value_fingerprint(var: &Var) -> candle_core::Result<u64> {
 
 /// Returns a fingerprint of names, shapes and dtypes.
 fn declaration_fingerprint(inventory: &Inventory, dtypes: impl IntoIterator<Item = DType>) -> u64 {
-    let mut form = Fingerprint::new();
+    let mut fingerprint = Fingerprint::new();
     for ((name, shape), dtype) in inventory.parameters.iter().zip(dtypes) {
-        form.write_bytes(name.as_bytes()).write_bytes(dtype.as_str().as_bytes());
-        form.extend([shape.len() as u64]);
-        form.extend(shape.iter().map(|&size| size as u64));
+        fingerprint.write_bytes(name.as_bytes()).write_bytes(dtype.as_str().as_bytes());
+        fingerprint.extend([shape.len() as u64]);
+        fingerprint.extend(shape.iter().map(|&size| size as u64));
     }
-    form.finish()
+    fingerprint.finish()
 }
 
 /// Returns a fingerprint of the groups and their variables.
 fn group_fingerprint(inventory: &Inventory) -> u64 {
-    let mut groups = Fingerprint::new();
+    let mut fingerprint = Fingerprint::new();
     for group in &inventory.roles.groups {
-        groups.write_bytes(group.as_bytes());
+        fingerprint.write_bytes(group.as_bytes());
     }
-    groups.extend(inventory.roles.of.iter().map(|&role| match role {
+    fingerprint.extend(inventory.roles.of.iter().map(|&role| match role {
         Role::Trained(group) => group as u64,
         Role::Frozen | Role::Buffer => u64::MAX,
     }));
-    groups.finish()
+    fingerprint.finish()
 }
 
 /// Returns a fingerprint of a value's `Debug` form.

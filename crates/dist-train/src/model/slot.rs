@@ -4,18 +4,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{Result as CandleResult, Tensor, Var, backprop::GradStore};
 use candle_nn::Optimizer;
-use dist_checkpoint::{Checkpoint, StateDict, TensorKey};
+use dist_checkpoint::{Checkpoint, ParameterError, StateDict, TensorKey};
 
 use crate::{
-    device::moved,
+    device::move_to_device,
     error::{Doing, Result},
-    grad::scaled,
-    optim::{StatefulOptimizer, add_state, clip, load_state},
+    grad::scale_gradient,
+    optim::{StatefulOptimizer, add_state, check_state, clip, load_state},
     step::{
         batch::Totals,
         inventory::Inventory,
         rules::Rules,
-        update::{clipped, norm},
+        update::{clipped_factor, global_norm},
     },
 };
 
@@ -31,9 +31,9 @@ pub(crate) struct Slot<O> {
     pub(crate) optimizers: Vec<SlotOptimizer<O>>,
     /// Totals of the batches since the last update.
     pub(crate) totals: Option<Totals>,
-    /// Squares of the gradients used for updates in the current backward pass, one per trained
-    /// parameter of the model.
-    pub(crate) squares: Vec<f64>,
+    /// Squared norms of the gradients with which the current backward pass has updated parameters,
+    /// one per trained parameter of the model; 0 for the others.
+    pub(crate) squared_norms: Vec<f64>,
     /// Whether a step started to update parameters and did not finish.
     pub(crate) is_half_updated: bool,
 }
@@ -42,7 +42,7 @@ pub(crate) struct Slot<O> {
 #[derive(Debug)]
 pub(crate) struct SlotVar {
     pub(crate) var: Var,
-    /// The copy in the dtype that the model computes in, if it is another one.
+    /// A copy in the dtype in which the model computes, if this is not the dtype of `var`.
     pub(crate) rounded: Option<Var>,
     /// The parameter's index in the model.
     pub(crate) param: usize,
@@ -63,17 +63,17 @@ pub(crate) struct SlotVar {
 #[derive(Debug)]
 pub(crate) struct SlotOptimizer<O> {
     pub(crate) group: usize,
-    /// Indices of its variables in the slot, in the optimizer's order.
+    /// Indices in the slot of the variables that it updates, in the optimizer's order.
     pub(crate) vars: Vec<usize>,
     pub(crate) optimizer: O,
-    /// Whether it has made the current step.
+    /// Whether the optimizer has made the current step.
     pub(crate) has_stepped: bool,
 }
 
-/// Locks a slot. During a step only the slot's own worker locks it, and all other code runs between
-/// steps, so there is no contention.
+/// Locks a slot, or other state of one slot. During a step, only the worker of the slot locks it.
+/// All other code runs between steps, so there is no contention.
 ///
-/// Ignores poisoning: a loss or an optimizer may panic while it holds the lock, which fails the
+/// Ignores poisoning: a loss or an optimizer may panic while the slot is locked, which fails the
 /// step like an error. A failed step leaves the slot either unchanged or marked as half updated, so
 /// poisoning adds no information.
 pub(crate) fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -85,8 +85,7 @@ impl SlotVar {
         TensorKey::model(inventory.name(self.param), self.start)
     }
 
-    /// Sets the variable to its range of a full parameter's items, given as a one-dimensional
-    /// tensor.
+    /// Sets the variable to its range of `items`, the items of the full parameter in one dimension.
     ///
     /// # Errors
     ///
@@ -103,7 +102,7 @@ impl SlotVar {
     ///
     /// Returns the errors of candle.
     fn set(&self, value: &Tensor) -> CandleResult<()> {
-        self.var.set(&moved(value, self.var.device())?.to_dtype(self.var.dtype())?)?;
+        self.var.set(&move_to_device(value, self.var.device())?.to_dtype(self.var.dtype())?)?;
         self.round()
     }
 
@@ -124,42 +123,52 @@ impl<O> Slot<O> {
         optimizers: Vec<SlotOptimizer<O>>,
         n_trained: usize,
     ) -> Self {
-        let squares = vec![0.0; n_trained];
-        Self { vars, optimizers, totals: None, squares, is_half_updated: false }
+        let squared_norms = vec![0.0; n_trained];
+        Self { vars, optimizers, totals: None, squared_norms, is_half_updated: false }
     }
 
-    /// Starts a batch, and returns the totals of the batches since the last update.
+    /// Starts a batch: resets the state of the backward pass, and takes the totals of the batches
+    /// since the last update.
     pub(crate) fn begin(&mut self) -> Option<Totals> {
-        self.squares.fill(0.0);
-        self.optimizers.iter_mut().for_each(|of_vars| of_vars.has_stepped = false);
+        self.squared_norms.fill(0.0);
+        for optimizer in &mut self.optimizers {
+            optimizer.has_stepped = false;
+        }
         self.totals.take()
     }
 
-    /// Returns the indices of variables of some trained parameters, each with the parameter's index
-    /// among all trained parameters.
-    pub(crate) fn vars_of(&self, trained: &[usize]) -> Vec<(usize, usize)> {
-        let of_var = |(position, var): (usize, &SlotVar)| Some((position, var.trained?));
-        let all = self.vars.iter().enumerate().filter_map(of_var);
-        all.filter(|(_, of_var)| trained.contains(of_var)).collect()
-    }
-
-    /// Returns the sums of squares of this slot's sums for each trained parameter, added up in item
-    /// order.
-    pub(crate) fn local_squares(&self, sums: &[(usize, Tensor)]) -> CandleResult<Vec<f64>> {
-        let mut squares = vec![0.0; self.squares.len()];
-        for (position, sum) in sums {
-            if let SlotVar { is_primary: true, trained: Some(trained), .. } = self.vars[*position] {
-                squares[trained] += clip::squares(sum)?;
+    /// Returns the indices of the variables that belong to the trained parameters `params`, each
+    /// with the index of its parameter among all trained parameters.
+    pub(crate) fn vars_of(&self, params: &[usize]) -> Vec<(usize, usize)> {
+        let mut vars = Vec::new();
+        for (index, var) in self.vars.iter().enumerate() {
+            if let Some(param) = var.trained
+                && params.contains(&param)
+            {
+                vars.push((index, param));
             }
         }
-        Ok(squares)
+        vars
     }
 
-    /// Returns the optimizer that updates a variable, if any, and the variable's index in it.
+    /// Returns the squared norm of the reduced gradients `sums` of this slot for each trained
+    /// parameter. The norms of several variables of a parameter are added up in item order.
+    pub(crate) fn local_squared_norms(&self, sums: &[(usize, Tensor)]) -> CandleResult<Vec<f64>> {
+        let mut squared_norms = vec![0.0; self.squared_norms.len()];
+        for (var, sum) in sums {
+            if let SlotVar { is_primary: true, trained: Some(trained), .. } = self.vars[*var] {
+                squared_norms[trained] += clip::squared_norm(sum)?;
+            }
+        }
+        Ok(squared_norms)
+    }
+
+    /// Returns the optimizer that updates a variable, if any, and the variable's position among the
+    /// optimizer's variables.
     fn optimizer_of(&self, var: usize) -> Option<(&O, usize)> {
-        self.optimizers.iter().find_map(|of_vars| {
-            let position = of_vars.vars.iter().position(|&other| other == var)?;
-            Some((&of_vars.optimizer, position))
+        self.optimizers.iter().find_map(|slot_optimizer| {
+            let position = slot_optimizer.vars.iter().position(|&other| other == var)?;
+            Some((&slot_optimizer.optimizer, position))
         })
     }
 }
@@ -168,66 +177,73 @@ impl<O: Optimizer> Slot<O> {
     /// Returns the learning rate of a group.
     #[expect(clippy::expect_used, reason = "a group has an optimizer on every slot")]
     pub(crate) fn learning_rate(&self, group: usize) -> f64 {
-        let of_group = self.optimizers.iter().find(|of_vars| of_vars.group == group);
-        of_group.expect("every group has an optimizer").optimizer.learning_rate()
+        let first = self.optimizers.iter().find(|optimizer| optimizer.group == group);
+        first.expect("every group has an optimizer").optimizer.learning_rate()
     }
 
     /// Sets the learning rate of a group.
     pub(crate) fn set_learning_rate(&mut self, group: usize, learning_rate: f64) {
-        let of_group = self.optimizers.iter_mut().filter(|of_vars| of_vars.group == group);
-        of_group.for_each(|of_vars| of_vars.optimizer.set_learning_rate(learning_rate));
+        for slot_optimizer in &mut self.optimizers {
+            if slot_optimizer.group == group {
+                slot_optimizer.optimizer.set_learning_rate(learning_rate);
+            }
+        }
     }
 
-    /// Updates all variables by `factor` times these sums. `squares` has the squares of each
-    /// trained parameter, which all slots agree on. Returns the gradient norm before clipping.
+    /// Updates all variables with gradients of `factor` times `sums`, clipped. `squared_norms` has
+    /// the squared norm of the sums of each trained parameter, the same on all slots. Returns the
+    /// gradient norm before clipping.
     ///
     /// # Errors
     ///
-    /// Returns an error on all slots, before a variable changes, if the norm is not finite, and the
-    /// errors of optimizers.
+    /// Returns an error on all slots, before a variable changes, if the norm is not finite. Returns
+    /// the errors of optimizers.
     pub(crate) fn update_all(
         &mut self,
         rules: &Rules,
-        squares: &[f64],
+        squared_norms: &[f64],
         sums: Vec<(usize, Tensor)>,
         factor: f64,
     ) -> CandleResult<f64> {
-        let norm = norm(rules, squares, factor)?;
+        let norm = global_norm(rules, squared_norms, factor)?;
         self.is_half_updated = true;
-        self.update(sums, clipped(rules, norm, factor))?;
+        self.update(sums, clipped_factor(rules, norm, factor))?;
         self.step_remaining()?;
         Ok(norm)
     }
 
-    /// Makes a step of these variables' optimizers by `factor` times the sums.
+    /// Makes a step of each optimizer that updates a variable in `sums`, with gradients of `factor`
+    /// times the sums.
     pub(crate) fn update(&mut self, sums: Vec<(usize, Tensor)>, factor: f64) -> CandleResult<()> {
-        let summed: Vec<usize> = sums.iter().map(|&(position, _)| position).collect();
+        let summed_vars: Vec<usize> = sums.iter().map(|&(var, _)| var).collect();
         let mut grads = GradStore::default();
-        for (position, sum) in sums {
+        for (var, sum) in sums {
             // Gradients stay in single precision for half-precision variables, because master
             // weights use the extra digits.
-            grads.insert(&self.vars[position].var, scaled(sum, factor)?);
+            grads.insert(&self.vars[var].var, scale_gradient(sum, factor)?);
         }
-        self.step_each(&grads, |of_vars| of_vars.vars.iter().any(|var| summed.contains(var)))
+        self.step_each(&grads, |optimizer| {
+            optimizer.vars.iter().any(|var| summed_vars.contains(var))
+        })
     }
 
-    /// Makes a step of the remaining optimizers, which had no variable with a gradient, so that all
-    /// count the same number of steps.
+    /// Makes a step of the remaining optimizers, which have no variable with a gradient, so that
+    /// all optimizers count the same number of steps.
     pub(crate) fn step_remaining(&mut self) -> CandleResult<()> {
-        self.step_each(&GradStore::default(), |of_vars| !of_vars.has_stepped)
+        self.step_each(&GradStore::default(), |optimizer| !optimizer.has_stepped)
     }
 
-    /// Makes a step of the optimizers that are due.
+    /// Makes a step of the optimizers that are due, and rounds the variables that they update.
     fn step_each(
         &mut self,
         grads: &GradStore,
         is_due: impl Fn(&SlotOptimizer<O>) -> bool,
     ) -> CandleResult<()> {
         let Self { vars, optimizers, .. } = self;
-        for of_vars in optimizers.iter_mut().filter(|of_vars| is_due(of_vars)) {
-            of_vars.has_stepped = true;
-            of_vars.optimizer.step(grads)?;
-            of_vars.vars.iter().try_for_each(|&var| vars[var].round())?;
+        for slot_optimizer in optimizers.iter_mut().filter(|optimizer| is_due(optimizer)) {
+            slot_optimizer.has_stepped = true;
+            slot_optimizer.optimizer.step(grads)?;
+            slot_optimizer.vars.iter().try_for_each(|&var| vars[var].round())?;
         }
         Ok(())
     }
@@ -245,9 +261,9 @@ impl<O: StatefulOptimizer> Slot<O> {
         local_slot: usize,
         state: &mut StateDict,
     ) -> Result<()> {
-        for (position, var) in self.vars.iter().enumerate().filter(|(_, var)| var.is_saved) {
+        for (index, var) in self.vars.iter().enumerate().filter(|(_, var)| var.is_saved) {
             let key = var.key(inventory);
-            let master = match self.optimizer_of(position) {
+            let master = match self.optimizer_of(index) {
                 Some((optimizer, position)) => {
                     add_state(state, local_slot, key, optimizer, position)?
                 }
@@ -256,6 +272,31 @@ impl<O: StatefulOptimizer> Slot<O> {
             // With master weights a checkpoint does not depend on the dtype of the variable.
             let value = master.unwrap_or_else(|| var.var.as_detached_tensor());
             state.add(local_slot, key, value)?;
+        }
+        Ok(())
+    }
+
+    /// Checks, before anything changes, that this slot can load a checkpoint: integers stay
+    /// integers, and the optimizers have all state of their variables.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`ParameterError::Conversion`], and the errors of [`check_state`].
+    pub(super) fn check(&self, inventory: &Inventory, checkpoint: &Checkpoint) -> Result<()> {
+        for var in self.vars.iter().filter(|var| var.is_loaded && var.var.elem_count() > 0) {
+            let (key, expected) = (var.key(inventory), var.var.dtype());
+            let found = checkpoint.dtype(key)?;
+            if found != expected && !(found.is_float() && expected.is_float()) {
+                let name = key.parameter.to_owned();
+                let (found, expected) = (found.as_str(), expected.as_str());
+                return Err(ParameterError::Conversion { name, found, expected }.into());
+            }
+        }
+        for optimizer in &self.optimizers {
+            for (position, &var) in optimizer.vars.iter().enumerate() {
+                let key = self.vars[var].key(inventory);
+                check_state(checkpoint, key, &optimizer.optimizer, position)?;
+            }
         }
         Ok(())
     }
@@ -271,9 +312,9 @@ impl<O: StatefulOptimizer> Slot<O> {
             let value = checkpoint.like(var.key(inventory), &var.var)?;
             var.set(&value).doing("loading a parameter")?;
         }
-        for of_vars in optimizers {
-            for (position, &var) in of_vars.vars.iter().enumerate() {
-                load_state(checkpoint, vars[var].key(inventory), &mut of_vars.optimizer, position)?;
+        for SlotOptimizer { vars: own, optimizer, .. } in optimizers {
+            for (position, &var) in own.iter().enumerate() {
+                load_state(checkpoint, vars[var].key(inventory), optimizer, position)?;
             }
         }
         Ok(())

@@ -25,10 +25,11 @@ impl<M, O: StatefulOptimizer> DistributedModel<M, O> {
     /// errors of [`check_in_sync`](Self::check_in_sync).
     pub fn state_dict(&self) -> Result<StateDict> {
         self.check_in_sync()?;
-        self.mesh.all_ok(self.state_of_slots())
+        self.mesh.all_ok(self.local_state())
     }
 
-    fn state_of_slots(&self) -> Result<StateDict> {
+    /// Returns the state of this process's slots.
+    fn local_state(&self) -> Result<StateDict> {
         let mut state = StateDict::new(&self.mesh, self.inventory.saved_shapes())
             .with_trainer(&self.rates.state(self.progress))?;
         for (local_slot, slot) in self.slots.iter().enumerate() {
@@ -37,10 +38,10 @@ impl<M, O: StatefulOptimizer> DistributedModel<M, O> {
         Ok(state)
     }
 
-    /// Loads all parameters and optimizer state from a checkpoint written with any number of slots
-    /// and either layout, and resumes its step count, random numbers and learning rates.
-    /// Accumulated gradients are dropped. Each slot reads its own items. Every process of the mesh
-    /// must call this with the same checkpoint.
+    /// Loads all parameters and optimizer state from a checkpoint, which may be written with any
+    /// number of slots and either layout. Resumes the checkpoint's step count, random numbers and
+    /// learning rates. Accumulated gradients are dropped. Each slot reads its own items. Every
+    /// process of the mesh must call this with the same checkpoint.
     ///
     /// # Errors
     ///
@@ -48,20 +49,24 @@ impl<M, O: StatefulOptimizer> DistributedModel<M, O> {
     ///   the model or lacks some of their items;
     /// - [`Error::Checkpoint`](crate::Error::Checkpoint) if a file is damaged or cannot be read, or
     ///   if another process loads another checkpoint;
-    /// - [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer rejects its state;
+    /// - [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer rejects its state, or lacks
+    ///   a state that the checkpoint has, as after a change of optimizer;
     /// - [`Error::Tensor`](crate::Error::Tensor) if candle fails;
     /// - [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails.
     ///
-    /// After an error some parameters may be changed, and the model rejects everything except
+    /// Names, shapes, dtypes and kinds of state are compared before anything changes. After a later
+    /// error some parameters may be changed, and the model rejects everything except
     /// another `load` ([`TrainingError::HalfUpdated`](crate::TrainingError::HalfUpdated)).
     #[doc(alias = "load_state_dict")]
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.check_fits(&self.mesh, &self.inventory.saved_shapes())?;
         let trainer = checkpoint.trainer::<TrainerState>()?;
         let rates = match &trainer {
-            Some(state) => self.rates.resumed(state)?,
+            Some(state) => self.rates.with_state(state)?,
             None => self.rates.clone(),
         };
+        let fits = self.slots.iter().try_for_each(|slot| lock(slot).check(&self.inventory, checkpoint));
+        self.mesh.all_ok(fits)?;
         self.mesh.all_ok(self.load_slots(checkpoint))?;
         self.slots.iter().for_each(|slot| lock(slot).is_half_updated = false);
         self.rates = rates;
@@ -75,8 +80,8 @@ impl<M, O: StatefulOptimizer> DistributedModel<M, O> {
     }
 
     fn load_slots(&self, checkpoint: &Checkpoint) -> Result<()> {
-        // Discard accumulated gradients on all slots before any slot is read, so that all slots
-        // drop them together. A load that fails part way leaves the model partially updated.
+        // Discards accumulated gradients on all slots before any slot is loaded, because a load may
+        // fail after some slots. Such a load leaves the model partially updated.
         self.layout.discard_accumulated();
         for slot in &self.slots {
             let mut slot = lock(slot);

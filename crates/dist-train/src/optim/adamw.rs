@@ -141,7 +141,7 @@ fn update(state: &mut VariableState, params: &ParamsAdamW, grad: &Tensor) -> Res
     Ok(())
 }
 
-/// The factors of a step, computed like candle's.
+/// The factors of a step, computed like in candle's AdamW.
 struct AdamRule {
     beta1: f64,
     beta2: f64,
@@ -199,6 +199,14 @@ mod tests {
         let values =
             Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
         [(); 2].map(|()| Var::from_tensor(&values).unwrap())
+    }
+
+    #[test]
+    fn a_variable_given_twice_is_rejected() {
+        let [first, second] = twins(&[3], DType::F32);
+        let vars = vec![first.clone(), second, first];
+        let error = AdamW::new_lr(vars, 0.1).unwrap_err().to_string();
+        assert!(error.contains("variable 0 again as variable 2"), "{error}");
     }
 
     fn loss(var: &Var) -> Tensor {

@@ -22,11 +22,12 @@ pub(crate) fn check_max_norm(max_norm: f64) -> TrainResult<()> {
     Error::check_setting(max_norm >= 0.0, name, max_norm, "at least 0")
 }
 
-/// Returns the sum of squares of a floating-point tensor's items, in double precision.
+/// Returns the squared norm of a floating-point tensor, the sum of its squared items, in double
+/// precision.
 ///
 /// On the CPU, the rounding error of each addition is added back, so the order of the items affects
 /// only the last digits of the sum. Nothing of the tensor's size is allocated.
-pub(crate) fn squares(tensor: &Tensor) -> Result<f64> {
+pub(crate) fn squared_norm(tensor: &Tensor) -> Result<f64> {
     match tensor.device() {
         Device::Cpu => {
             let (storage, layout) = tensor.storage_and_layout();
@@ -37,7 +38,7 @@ pub(crate) fn squares(tensor: &Tensor) -> Result<f64> {
         }
         Device::Cuda(_) => tensor.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar(),
         // Metal has no double precision, and shares the CPU's memory.
-        Device::Metal(_) => squares(&tensor.to_device(&Device::Cpu)?),
+        Device::Metal(_) => squared_norm(&tensor.to_device(&Device::Cpu)?),
     }
 }
 
@@ -99,7 +100,7 @@ mod tests {
 
     fn squares_of(items: Vec<f64>, dtype: DType) -> f64 {
         let len = items.len();
-        squares(&Tensor::from_vec(items, len, &Device::Cpu).unwrap().to_dtype(dtype).unwrap())
+        squared_norm(&Tensor::from_vec(items, len, &Device::Cpu).unwrap().to_dtype(dtype).unwrap())
             .unwrap()
     }
 
@@ -131,8 +132,8 @@ mod tests {
     fn views_and_scalars_have_squares() {
         let x = Tensor::arange(0_f32, 12., &Device::Cpu).unwrap().reshape((3, 4)).unwrap();
         let part = x.narrow(1, 1, 2).unwrap().t().unwrap();
-        assert_close(squares(&part).unwrap(), 1. + 4. + 25. + 36. + 81. + 100.);
-        assert_close(squares(&Tensor::new(3_f32, &Device::Cpu).unwrap()).unwrap(), 9.0);
+        assert_close(squared_norm(&part).unwrap(), 1. + 4. + 25. + 36. + 81. + 100.);
+        assert_close(squared_norm(&Tensor::new(3_f32, &Device::Cpu).unwrap()).unwrap(), 9.0);
     }
 
     #[test]

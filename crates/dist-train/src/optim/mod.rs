@@ -20,9 +20,10 @@ use crate::{
 ///
 /// The index `var` refers to the order of the variables the optimizer was created with.
 pub trait StatefulOptimizer: Optimizer {
-    /// Returns the state of a variable: tensors of the variable's shape, or scalars. Each has a
-    /// unique name without `/` and other than `model`. A checkpoint stores `master`, the
-    /// single-precision value of a half, in place of the variable.
+    /// Returns the state of a variable: tensors of the variable's shape, or scalars. Each tensor
+    /// has a unique name, which must not contain `/` and must not be `model`. A checkpoint stores
+    /// the tensor `master`, the single-precision value of a half-precision variable, in place of
+    /// the variable.
     ///
     /// # Errors
     ///
@@ -38,8 +39,9 @@ pub trait StatefulOptimizer: Optimizer {
     fn load_state(&mut self, var: usize, name: &str, value: &Tensor) -> Result<()>;
 }
 
-/// Adds the state of an optimizer's variable `var`, which is the range `model` of a parameter, to
-/// the tensors of a slot of this process. Returns its master weights, if there are any.
+/// Adds the state of an optimizer's variable `var` to the tensors of a slot of this process.
+/// `model` is the key of the variable itself. Returns the master weights of the variable, if there
+/// are any.
 ///
 /// # Errors
 ///
@@ -63,7 +65,7 @@ pub(crate) fn add_state(
     Ok(master)
 }
 
-/// Loads the state of an optimizer's variable `var`, which is the range `model` of a parameter.
+/// Loads the state of an optimizer's variable `var`; `model` is the key of the variable itself.
 ///
 /// # Errors
 ///
@@ -83,7 +85,29 @@ pub(crate) fn load_state(
     Ok(())
 }
 
-/// Wraps an error of an optimizer for its variable `model`.
+/// Checks that an optimizer uses all state that a checkpoint has for its variable `var`: another
+/// optimizer may have written the checkpoint.
+///
+/// # Errors
+///
+/// Returns [`Error::Optimizer`] for a state that the optimizer does not have.
+pub(crate) fn check_state(
+    checkpoint: &Checkpoint,
+    model: TensorKey<'_>,
+    optimizer: &impl StatefulOptimizer,
+    var: usize,
+) -> error::Result<()> {
+    let own = optimizer.state(var).map_err(|cause| failed(model, cause))?;
+    for kind in checkpoint.kinds(model.parameter) {
+        if kind != TensorKey::MODEL && own.iter().all(|(name, _)| *name != kind) {
+            let message = format!("the checkpoint has its state {kind}, which the optimizer lacks");
+            return Err(failed(model, candle_core::Error::Msg(message)));
+        }
+    }
+    Ok(())
+}
+
+/// Wraps an error of an optimizer for the variable with the key `model`.
 fn failed(model: TensorKey<'_>, cause: candle_core::Error) -> Error {
     Error::Optimizer { parameter: model.parameter.to_owned(), cause }
 }

@@ -153,16 +153,16 @@ fn update(state: &mut VariableState, params: &ParamsSgd, grad: &Tensor) -> Resul
     let (_, momentum) = &state.tensors[0];
     // The momentum starts as the first gradient, without dampening, as in PyTorch.
     let dampening = if state.step == 0 { 0.0 } else { params.dampening };
-    let ParamsSgd { lr, momentum: kept, weight_decay, nesterov, .. } = *params;
-    let added = 1.0 - dampening;
+    let ParamsSgd { lr, momentum: momentum_factor, weight_decay, nesterov, .. } = *params;
+    let grad_factor = 1.0 - dampening;
     if nesterov {
-        let rule = MomentumRule::<true> { lr, kept, added, weight_decay };
+        let rule = MomentumRule::<true> { lr, momentum_factor, grad_factor, weight_decay };
         state.variable.update(&rule, [momentum], grad)?;
     } else {
-        let rule = MomentumRule::<false> { lr, kept, added, weight_decay };
+        let rule = MomentumRule::<false> { lr, momentum_factor, grad_factor, weight_decay };
         state.variable.update(&rule, [momentum], grad)?;
     }
-    // Only the first step is special, so saturating is harmless.
+    // Only the first step differs from the others, so saturating is harmless.
     state.step = state.step.saturating_add(1);
     Ok(())
 }
@@ -180,14 +180,14 @@ impl Rule<0> for PlainRule {
     }
 }
 
-/// The update rule with momentum. `NESTEROV` is a type parameter because a branch in the loop over
+/// The update rule with momentum. `NESTEROV` is a const parameter because a branch in the loop over
 /// items would prevent vectorization.
 struct MomentumRule<const NESTEROV: bool> {
     lr: f64,
-    /// Factor of the momentum.
-    kept: f64,
-    /// Factor of the gradient in the momentum.
-    added: f64,
+    /// Factor of the old momentum in the new momentum.
+    momentum_factor: f64,
+    /// Factor of the gradient in the new momentum.
+    grad_factor: f64,
     weight_decay: f64,
 }
 
@@ -199,10 +199,12 @@ impl<const NESTEROV: bool> Rule<1> for MomentumRule<NESTEROV> {
         grad: &X,
     ) -> Outcome<X, (X, [X; 1])> {
         let grad = grad.plus(&value.scaled(self.weight_decay)?)?;
-        let momentum = momentum.scaled(self.kept)?.plus(&grad.scaled(self.added)?)?;
+        let momentum =
+            momentum.scaled(self.momentum_factor)?.plus(&grad.scaled(self.grad_factor)?)?;
         let direction = if NESTEROV {
-            grad.plus(&momentum.scaled(self.kept)?)?
+            grad.plus(&momentum.scaled(self.momentum_factor)?)?
         } else {
+            // A copy, because tensors and numbers share only the operations of `Numbers`.
             momentum.scaled(1.0)?
         };
         Ok((value.minus(&direction.scaled(self.lr)?)?, [momentum]))

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore, bail};
 
 use crate::{
-    device::moved,
+    device::move_to_device,
     optim::update::{MASTER, Variable},
 };
 
@@ -19,17 +19,28 @@ pub(super) struct VariableState {
     pub(super) variable: Variable,
     /// Number of steps; `i32` because [`f64::powi`] takes it as exponent.
     pub(super) step: i32,
-    /// Tensors of the variable's shape. Without any, the number of steps is not part of the state.
+    /// Named tensors of the variable's shape. If there are none, the number of steps is not part of
+    /// the state.
     pub(super) tensors: Vec<(&'static str, Var)>,
 }
 
 impl VariableStates {
     /// Creates states of zeros, with tensors of these names.
+    ///
+    /// # Errors
+    ///
+    /// Rejects a variable that occurs twice, since each step would update it twice.
     pub(super) fn new(vars: Vec<Var>, names: &[&'static str]) -> Result<Self> {
+        for (position, var) in vars.iter().enumerate() {
+            let first = vars.iter().position(|other| other.id() == var.id());
+            if let Some(first) = first.filter(|&first| first < position) {
+                bail!("the optimizer has variable {first} again as variable {position}")
+            }
+        }
         Ok(Self(vars.into_iter().map(|var| VariableState::new(var, names)).collect::<Result<_>>()?))
     }
 
-    /// Updates the variables with a gradient; integer variables are never updated.
+    /// Calls `update` for each variable with a gradient, except for integer variables.
     pub(super) fn update_each(
         &mut self,
         grads: &GradStore,
@@ -37,7 +48,9 @@ impl VariableStates {
     ) -> Result<()> {
         for state in &mut self.0 {
             let var = state.variable.var();
-            if let (true, Some(grad)) = (var.dtype().is_float(), grads.get(var)) {
+            if var.dtype().is_float()
+                && let Some(grad) = grads.get(var)
+            {
                 update(state, grad)?;
             }
         }
@@ -47,8 +60,8 @@ impl VariableStates {
     /// Returns the state of a variable.
     pub(super) fn state(&self, var: usize) -> Result<Vec<(&'static str, Tensor)>> {
         match self.0.get(var) {
-            Some(state) => state.named(),
-            None => self.refuse(var),
+            Some(state) => state.named_tensors(),
+            None => self.unknown_variable(var),
         }
     }
 
@@ -60,14 +73,14 @@ impl VariableStates {
         name: &str,
         value: &Tensor,
     ) -> Result<()> {
-        let Some(state) = self.0.get_mut(var) else { return self.refuse(var) };
+        let Some(state) = self.0.get_mut(var) else { return self.unknown_variable(var) };
         if !state.load(name, value)? {
             bail!("{optimizer} has no state {name} for variable {var}")
         }
         Ok(())
     }
 
-    fn refuse<T>(&self, var: usize) -> Result<T> {
+    fn unknown_variable<T>(&self, var: usize) -> Result<T> {
         bail!("the optimizer has {} variables, but no variable {var}", self.0.len())
     }
 }
@@ -82,7 +95,7 @@ impl VariableState {
         Ok(Self { variable, step: 0, tensors })
     }
 
-    fn named(&self) -> Result<Vec<(&'static str, Tensor)>> {
+    fn named_tensors(&self) -> Result<Vec<(&'static str, Tensor)>> {
         let mut named = Vec::new();
         if !self.tensors.is_empty() {
             named.push((STEP, Tensor::new(i64::from(self.step), &Device::Cpu)?));
@@ -97,24 +110,24 @@ impl VariableState {
         Ok(named)
     }
 
-    /// Replaces one of its tensors; returns false if there is none of this name.
+    /// Replaces the tensor of this name. Returns false if there is no such tensor.
     fn load(&mut self, name: &str, value: &Tensor) -> Result<bool> {
         if name == STEP && !self.tensors.is_empty() {
             self.step = step_count(value)?;
             return Ok(true);
         }
-        let kept = self.tensors.iter().find(|(other, _)| *other == name).map(|(_, kept)| kept);
-        let master = self.variable.master().filter(|_| name == MASTER);
-        match kept.or(master) {
-            Some(kept) => assign(kept, value).map(|()| true),
-            None => Ok(false),
-        }
+        let mut tensors = self.tensors.iter();
+        let named = tensors.find(|(other, _)| *other == name).map(|(_, tensor)| tensor);
+        let master = if name == MASTER { self.variable.master() } else { None };
+        let Some(target) = named.or(master) else { return Ok(false) };
+        assign(target, value)?;
+        Ok(true)
     }
 }
 
 /// Sets a tensor of a state from a tensor of any floating-point dtype on any device.
 fn assign(state: &Var, value: &Tensor) -> Result<()> {
-    state.set(&moved(value, state.device())?.to_dtype(state.dtype())?)
+    state.set(&move_to_device(value, state.device())?.to_dtype(state.dtype())?)
 }
 
 /// Reads a number of steps.

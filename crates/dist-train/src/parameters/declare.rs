@@ -70,8 +70,8 @@ pub fn declare<M>(
 /// A variable builder that returns parameters without memory and records them.
 #[derive(Default)]
 struct ParameterRegister {
-    /// Parameters in order of declaration, with an index by name. One lock guards both, because a
-    /// constructor may use several threads.
+    /// The parameters in order of declaration, and the position of each name. One lock guards both,
+    /// because a constructor may use several threads.
     entries: Mutex<(Vec<Declared>, BTreeMap<String, usize>)>,
 }
 
@@ -81,12 +81,12 @@ impl ParameterRegister {
         self.entries.into_inner().unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Records a parameter, or checks that it equals the earlier one of this name.
-    fn enter(&self, parameter: Declared) -> Result<()> {
+    /// Records a parameter, or checks that it equals the earlier parameter of this name.
+    fn record(&self, parameter: Declared) -> Result<()> {
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         let (declared, positions) = &mut *entries;
         if let Some(&position) = positions.get(&parameter.name) {
-            return same(&declared[position], &parameter);
+            return check_same(&declared[position], &parameter);
         }
         positions.insert(parameter.name.clone(), declared.len());
         declared.push(parameter);
@@ -95,8 +95,8 @@ impl ParameterRegister {
 }
 
 /// Rejects a name with two different shapes or dtypes.
-fn same(first: &Declared, again: &Declared) -> Result<()> {
-    if (&first.shape, first.dtype) == (&again.shape, again.dtype) {
+fn check_same(first: &Declared, second: &Declared) -> Result<()> {
+    if first.shape == second.shape && first.dtype == second.dtype {
         return Ok(());
     }
     bail!(
@@ -104,8 +104,8 @@ fn same(first: &Declared, again: &Declared) -> Result<()> {
         first.name,
         first.shape.dims(),
         first.dtype,
-        again.shape.dims(),
-        again.dtype
+        second.shape.dims(),
+        second.dtype
     )
 }
 
@@ -118,8 +118,8 @@ impl SimpleBackend for &ParameterRegister {
         dtype: DType,
         device: &Device,
     ) -> Result<Tensor> {
-        self.enter(Declared { name: name.to_owned(), shape: shape.clone(), dtype, init })?;
-        // A single item, broadcast to the shape.
+        self.record(Declared { name: name.to_owned(), shape: shape.clone(), dtype, init })?;
+        // The tensor has a single item, broadcast to the shape.
         Tensor::zeros((), dtype, device)?.broadcast_as(shape)
     }
 

@@ -52,7 +52,7 @@ pub(crate) fn seeded(
         }
         dtype => {
             let items = distribution.integers(dtype, range.len());
-            items.transpose().ok_or_else(|| refused(declared))?
+            items.transpose().ok_or_else(|| unsupported(declared))?
         }
     };
     items.and_then(|items| items.to_device(device)).doing("initializing a parameter")
@@ -72,9 +72,9 @@ impl ParameterStream {
         (self.0.derive(counter).as_u64() >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// Returns number `index` of the standard normal distribution, by the Box–Muller transform. It
-    /// uses `libm` because the systems' logarithms and cosines differ in the last bit; square roots
-    /// are always rounded correctly.
+    /// Returns number `index` of the standard normal distribution, by the Box–Muller transform.
+    /// Logarithms and cosines are from `libm`, because those of the systems differ in the last bit;
+    /// square roots are always rounded correctly.
     fn normal(self, index: u64) -> f64 {
         // The argument is in (0, 1], so that its logarithm is finite.
         let radius = (-2.0 * libm::log(1.0 - self.unit(2 * index))).sqrt();
@@ -82,7 +82,7 @@ impl ParameterStream {
     }
 }
 
-/// The distribution of items.
+/// The distribution of a parameter's items.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Distribution {
     Constant(f64),
@@ -109,11 +109,11 @@ impl Distribution {
                 Self::kaiming(dist, stdev)
             }
         };
-        // A fan is zero if there are no items, and then nothing is drawn.
+        // Without items, the fan may be zero and the distribution infinite, but nothing is drawn.
         if distribution.is_finite() || declared.shape.elem_count() == 0 {
             return Ok(distribution);
         }
-        Err(refused(declared))
+        Err(unsupported(declared))
     }
 
     /// Returns the distribution of He et al., "Delving Deep into Rectifiers", 2015.
@@ -171,7 +171,7 @@ impl Distribution {
     }
 }
 
-fn refused(declared: &Declared) -> Error {
+fn unsupported(declared: &Declared) -> Error {
     Error::Init {
         name: declared.name.clone(),
         init: format!("{:?}", declared.init),

@@ -46,8 +46,8 @@ impl Initializer {
         }
     }
 
-    /// Returns a fingerprint for comparison between processes; for a function, of sampled items of
-    /// each parameter.
+    /// Returns a fingerprint for comparison between processes: the seed, or for a function a
+    /// fingerprint of sampled items of each parameter.
     ///
     /// # Errors
     ///
@@ -106,9 +106,9 @@ pub(crate) struct InitialValues {
 }
 
 impl InitialValues {
-    /// Prepares initial values: from pretrained weights, which must match the model except for
-    /// names allowed by the choices, and else from `init`. The flag of each parameter is false if
-    /// it already has a value.
+    /// Prepares initial values: from pretrained weights, and otherwise from `init`. The weights
+    /// must match the model except for names that `choices` allows. `declared` has a flag for each
+    /// parameter: whether it needs a value, because it does not have one already.
     ///
     /// # Errors
     ///
@@ -121,20 +121,19 @@ impl InitialValues {
         choices: &Choices,
         declared: impl Iterator<Item = (&'a Declared, bool)>,
     ) -> Result<Self> {
-        let (open, there): (Vec<_>, Vec<_>) = declared.partition(|(_, is_open)| *is_open);
-        let all = open.iter().chain(&there).map(|(declared, _)| declared.name.as_str());
+        let (new, existing): (Vec<_>, Vec<_>) = declared.partition(|(_, needs_value)| *needs_value);
+        let all = new.iter().chain(&existing).map(|(declared, _)| declared.name.as_str());
         let missing = choices.missing(&all.collect::<Vec<_>>())?;
         let unexpected = choices.unexpected()?;
         let Some(path) = weights else { return Ok(Self { init, weights: None }) };
         let weights = StoredWeights::open(path)?;
-        if let Some((twice, _)) =
-            there.iter().find(|(declared, _)| weights.contains(&declared.name))
-        {
-            return Err(TrainingError::TwoValues { name: twice.name.clone() }.into());
+        let duplicate = existing.iter().find(|(declared, _)| weights.contains(&declared.name));
+        if let Some((declared, _)) = duplicate {
+            return Err(TrainingError::TwoValues { name: declared.name.clone() }.into());
         }
-        let open: Vec<TensorInfo> = open.into_iter().map(|(declared, _)| declared.info()).collect();
+        let infos: Vec<TensorInfo> = new.into_iter().map(|(declared, _)| declared.info()).collect();
         let allowed = AllowedNames { missing: &missing, unexpected: &unexpected };
-        weights.check_fits(&open, allowed)?;
+        weights.check_fits(&infos, allowed)?;
         Ok(Self { init, weights: Some(weights) })
     }
 
@@ -145,11 +144,13 @@ impl InitialValues {
     /// Returns the errors of [`StoredWeights::fingerprint`].
     pub(crate) fn fingerprint(&self, declared: &[Declared]) -> Result<u64> {
         let infos: Vec<TensorInfo> = declared.iter().map(Declared::info).collect();
-        let weights = self.weights.as_ref().map(|weights| weights.fingerprint(&infos));
-        let weights = weights.transpose()?;
+        let fingerprint = match &self.weights {
+            Some(weights) => Some(weights.fingerprint(&infos)?),
+            None => None,
+        };
         Ok(Fingerprint::new()
-            .write_u64(weights.is_some().into())
-            .write_u64(weights.unwrap_or(0))
+            .write_u64(fingerprint.is_some().into())
+            .write_u64(fingerprint.unwrap_or(0))
             .finish())
     }
 

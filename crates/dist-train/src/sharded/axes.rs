@@ -10,7 +10,7 @@ use crate::error::sharding::ShardingError;
 pub(super) struct PlanAxes {
     /// The axes over which a parameter is sharded.
     pub(super) shard: MeshAxes,
-    /// The axes over which its shards are replicated, if any.
+    /// The axes over which the shards are replicated, if any.
     pub(super) replica: Option<MeshAxes>,
 }
 

@@ -13,7 +13,7 @@ use pmap_mesh::{DeviceMesh, Replica};
 
 use self::{axes::PlanAxes, units::UnitCollectives};
 use crate::{
-    device::moved,
+    device::move_to_device,
     error::{Doing, Error, Result, sharding::ShardingError},
     precision::Precision,
 };
@@ -43,7 +43,7 @@ struct ShardVar {
     var: Var,
 }
 
-/// A shard with the details its slot needs.
+/// A shard as the state of a slot stores it.
 #[derive(Clone, Debug)]
 pub(crate) struct OwnedPart {
     /// The index of the parameter in the plan.
@@ -51,15 +51,16 @@ pub(crate) struct OwnedPart {
     /// The index of the first item in the parameter.
     pub(crate) start: usize,
     pub(crate) var: Var,
-    /// Whether this slot holds the primary copy, if several slots store the same shard.
+    /// Whether this slot is the first that stores this shard.
     pub(crate) is_primary: bool,
 }
 
 impl ShardedVars {
-    /// Creates the variables of this process's slots, with units of the given parameters, gathered
-    /// and reduced in the dtypes of `precision`. A parameter may be in several units.
+    /// Creates the variables of this process's slots. `units` are the units with the names of their
+    /// parameters; a parameter may be in several units. Parameters are gathered and gradients are
+    /// reduced in the dtypes of `precision`.
     ///
-    /// `source` returns the initial items of a range of a parameter as a one-dimensional tensor.
+    /// `source` returns the initial items in a range of a parameter as a one-dimensional tensor.
     ///
     /// # Errors
     ///
@@ -147,8 +148,8 @@ impl ShardedVars {
         self.gather_with(name, |slot, part| Some(self.slots[slot][part].var.as_detached_tensor()))
     }
 
-    /// Gathers a full tensor from the values `kept(slot, part)` for the shards of a parameter,
-    /// given the local index of the slot and the index of the shard.
+    /// Gathers a full tensor from values for the shards of a parameter. `value` is called with the
+    /// index of each slot in this process and the index of each shard on the slot.
     ///
     /// # Errors
     ///
@@ -157,28 +158,30 @@ impl ShardedVars {
     pub(crate) fn gather_with(
         &self,
         name: &str,
-        kept: impl Fn(usize, usize) -> Option<Tensor>,
+        value: impl Fn(usize, usize) -> Option<Tensor>,
     ) -> Result<Tensor> {
         let param_idx = units::index_of(&self.plan, name)?;
-        let mut lists = vec![Vec::new(); self.slots.len()];
+        let missing = || ParameterError::Missing { name: name.to_owned() };
+        let mut local_values = vec![Vec::new(); self.slots.len()];
         for (slot, parts) in self.slots.iter().enumerate() {
-            for (n, _) in parts.iter().enumerate().filter(|(_, part)| part.param_idx == param_idx) {
-                let value = kept(slot, n);
-                lists[slot]
-                    .push(value.ok_or_else(|| ParameterError::Missing { name: name.to_owned() })?);
+            for (n, part) in parts.iter().enumerate() {
+                if part.param_idx == param_idx {
+                    local_values[slot].push(value(slot, n).ok_or_else(missing)?);
+                }
             }
         }
-        let lists = self.mesh.process_allgather(lists)?;
+        let values_by_slot = self.mesh.process_allgather(local_values)?;
         let mut by_start = BTreeMap::new();
-        for (rank, list) in runs::ranks(self.plan.shard_group()).zip(lists) {
+        // The slots after the first shard group have the same shards again.
+        for (rank, values) in runs::ranks(self.plan.shard_group()).zip(values_by_slot) {
             let runs = runs::rank_runs(&self.plan, param_idx, rank)?;
-            by_start.extend(runs.into_iter().map(|run| run.start).zip(list));
+            by_start.extend(runs.into_iter().map(|run| run.start).zip(values));
         }
         let device = &self.mesh.devices()[0];
-        let here: candle_core::Result<Vec<_>> =
-            by_start.values().map(|run| moved(run, device)).collect();
-        let here = here.doing("moving the shards of a parameter")?;
-        self.joined(param_idx, &here, device)
+        let moved: candle_core::Result<Vec<_>> =
+            by_start.values().map(|run| move_to_device(run, device)).collect();
+        let runs = moved.doing("moving the shards of a parameter")?;
+        self.join(param_idx, &runs, device)
     }
 
     /// Rejects replicas of another mesh.
@@ -195,14 +198,14 @@ impl ShardedVars {
     }
 
     /// Joins the ranges of a parameter, in order.
-    fn joined(&self, param_idx: usize, runs: &[Tensor], device: &Device) -> Result<Tensor> {
+    fn join(&self, param_idx: usize, runs: &[Tensor], device: &Device) -> Result<Tensor> {
         let shape = runs::shape(self.info(param_idx));
-        let joined = match runs {
+        let result = match runs {
             [] => Tensor::zeros(shape, self.dtype(param_idx)?, device),
             [only] => only.reshape(shape),
             runs => Tensor::cat(runs, 0).and_then(|items| items.reshape(shape)),
         };
-        joined.doing("joining the shards of a parameter")
+        result.doing("joining the shards of a parameter")
     }
 }
 
@@ -214,6 +217,6 @@ fn unknown(name: &str) -> Error {
 fn variable(items: &Tensor, device: &Device) -> Result<Var> {
     items
         .force_contiguous()
-        .and_then(|items| Var::from_tensor(&moved(&items, device)?))
+        .and_then(|items| Var::from_tensor(&move_to_device(&items, device)?))
         .doing("moving a shard of a parameter")
 }

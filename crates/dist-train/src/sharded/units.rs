@@ -1,4 +1,4 @@
-//! The collectives of units: each unit's parameters are gathered in one all-gather, and its
+//! The collectives of units: the parameters of a unit are gathered in one all-gather, and their
 //! gradients are reduced in one reduce-scatter.
 
 use std::collections::{BTreeMap, BTreeSet, btree_map::Entry};
@@ -27,17 +27,18 @@ pub(super) struct UnitCollectives {
     /// The names of the unit's parameters with their indices in the plan. A tied parameter has the
     /// index of its target.
     names: Vec<(String, usize)>,
-    /// The sharded parameters to gather, with their ranges on the ranks of a shard group.
+    /// The sharded parameters to gather; `None` if there are none.
     gathered: Option<ParameterLayout>,
-    /// The sharded parameters with gradients to reduce, with their ranges.
+    /// The sharded parameters with gradients to reduce; `None` if there are none.
     reduced: Option<ParameterLayout>,
     /// The replicated parameters with gradients to all-reduce.
     copies: Vec<usize>,
 }
 
-/// Parameters, and their layout in the same order.
+/// Parameters, and the ranges of their items on the ranks of a shard group.
 #[derive(Clone, Debug)]
 struct ParameterLayout {
+    /// The indices of the parameters in the plan, in the order of the layout.
     params: Vec<usize>,
     layout: RunLayout,
 }
@@ -54,14 +55,14 @@ pub(crate) struct PendingGather {
 #[derive(Debug)]
 pub(crate) struct PendingReduce {
     pub(crate) unit: String,
-    /// The sums over a shard group for this slot's ranges; `None` if the unit has no trained
+    /// The sums over a shard group for this slot's shards; `None` if the unit has no trained
     /// sharded parameter.
-    of_runs: Option<ReduceState>,
+    shard_sums: Option<ReduceState>,
     /// Gradients of replicated parameters, which are all-reduced at the end.
     copies: Vec<Tensor>,
 }
 
-/// The reduce-scatter over a shard group.
+/// The state of a reduce-scatter over a shard group.
 #[derive(Debug)]
 enum ReduceState {
     Done(Vec<Tensor>),
@@ -71,7 +72,7 @@ enum ReduceState {
 /// A unit with its parameters under all of their names.
 type UnitNames<'a> = (&'a str, Vec<(String, usize)>);
 
-/// Builds units from the names of their parameters.
+/// Returns the collectives of each unit, given the names of its parameters.
 pub(super) fn from_names<'a, N: Iterator<Item = &'a str>>(
     plan: &ShardingPlan,
     units: impl Iterator<Item = (&'a String, N)>,
@@ -82,11 +83,11 @@ pub(super) fn from_names<'a, N: Iterator<Item = &'a str>>(
         let names = names.map(|name| Ok((name.to_owned(), index_of(plan, name)?)));
         indexed.push((unit.as_str(), names.collect::<Result<Vec<_>>>()?));
     }
-    scheduled(plan, indexed, precision)
+    from_schedule(plan, indexed, precision)
 }
 
-/// Builds each unit from the plan's schedule, by name.
-fn scheduled<'a>(
+/// Returns the collectives of each unit in the plan's schedule, by name.
+fn from_schedule<'a>(
     plan: &'a ShardingPlan,
     units: Vec<UnitNames<'a>>,
     precision: Precision,
@@ -107,11 +108,11 @@ fn scheduled<'a>(
 
 /// Returns the index of a parameter, or of its target if it is tied.
 pub(super) fn index_of(plan: &ShardingPlan, name: &str) -> Result<usize> {
-    let named = |name: &str| plan.index_of(name).ok_or_else(|| unknown(name));
-    let param_idx = named(name)?;
+    let find = |name: &str| plan.index_of(name).ok_or_else(|| unknown(name));
+    let param_idx = find(name)?;
     match plan.parameters()[param_idx].info().tied_to() {
         None => Ok(param_idx),
-        Some(other) => named(other),
+        Some(target) => find(target),
     }
 }
 
@@ -141,15 +142,15 @@ fn layout(
 }
 
 /// Returns the slots that share memory with `slot` for gathered parameters: the CPU slots of its
-/// shard group, or only itself on another device.
-fn sharing(
+/// shard group if `slot` is on the CPU, and otherwise only `slot`.
+fn slots_sharing_with(
     slot: usize,
     group_size: usize,
-    on_processor: impl Iterator<Item = usize>,
+    cpu_slots: impl Iterator<Item = usize>,
 ) -> Vec<usize> {
-    let sharing: Vec<usize> =
-        on_processor.filter(|other| other / group_size == slot / group_size).collect();
-    if sharing.contains(&slot) { sharing } else { vec![slot] }
+    let group_slots: Vec<usize> =
+        cpu_slots.filter(|other| other / group_size == slot / group_size).collect();
+    if group_slots.contains(&slot) { group_slots } else { vec![slot] }
 }
 
 impl UnitCollectives {
@@ -159,34 +160,34 @@ impl UnitCollectives {
         names: Vec<(String, usize)>,
         precision: Precision,
     ) -> Result<Self> {
-        let lists = |transfer: &Transfer, dtype: &dyn Fn(DType) -> DType| {
+        let layout_of = |transfer: &Transfer, dtype: &dyn Fn(DType) -> DType| {
             let params = transfer.parameters.clone();
             let layout = layout(plan, schedule.unit, &params, dtype)?;
             Ok::<_, Error>(ParameterLayout { params, layout })
         };
-        let gathered = schedule.all_gather.as_ref();
-        let reduced = schedule.reduce_scatter.as_ref();
-        let copies = schedule.all_reduce_copies.as_ref();
+        let all_gather = schedule.all_gather.as_ref();
+        let reduce_scatter = schedule.reduce_scatter.as_ref();
+        let all_reduce = schedule.all_reduce_copies.as_ref();
         Ok(Self {
             names,
-            gathered: gathered
-                .map(|gathered| lists(gathered, &|held| precision.computed(held)))
+            gathered: all_gather
+                .map(|transfer| layout_of(transfer, &|stored| precision.compute_dtype(stored)))
                 .transpose()?,
-            reduced: reduced
-                .map(|reduced| lists(reduced, &|held| precision.reduced(held)))
+            reduced: reduce_scatter
+                .map(|transfer| layout_of(transfer, &|stored| precision.reduce_dtype(stored)))
                 .transpose()?,
-            copies: copies.map_or_else(Vec::new, |copies| copies.parameters.clone()),
+            copies: all_reduce.map_or_else(Vec::new, |transfer| transfer.parameters.clone()),
         })
     }
 }
 
 impl ShardedVars {
-    /// Gathers every parameter of a unit, by name, in one all-gather over the shard group. Must be
-    /// called in all replicas.
+    /// Gathers every parameter of a unit, by name, in one all-gather over the shard group. All
+    /// replicas must call this.
     ///
-    /// Each parameter becomes a variable for which `backward` returns the full gradient, to pass to
-    /// [`reduce_parts`](Self::reduce_parts). CPU slots share these variables, so they must not be
-    /// set.
+    /// Each parameter becomes a variable. The `backward` of a loss returns the full gradient for
+    /// this variable, which must be passed to [`reduce_parts`](Self::reduce_parts). CPU slots share
+    /// these variables, so the variables must not be set.
     ///
     /// # Errors
     ///
@@ -205,7 +206,7 @@ impl ShardedVars {
             }
             None => Vec::new(),
         };
-        self.named(ctx, unit, gathered)
+        self.vars_by_name(ctx, unit, gathered)
     }
 
     /// Starts [`gather_unit`](Self::gather_unit) without waiting for other replicas.
@@ -225,46 +226,46 @@ impl ShardedVars {
         Ok(PendingGather { unit: name.to_owned(), pending })
     }
 
-    /// Waits for a gather and returns every parameter of the unit by name.
+    /// Waits for an all-gather, and returns every parameter of the unit by name.
     pub(crate) fn finish_gather_unit(
         &self,
         ctx: &Replica,
-        under_way: PendingGather,
+        gather: PendingGather,
     ) -> candle_core::Result<BTreeMap<String, Var>> {
-        let PendingGather { unit, pending } = under_way;
+        let PendingGather { unit, pending } = gather;
         let gathered = pending.map_or_else(|| Ok(Vec::new()), Pending::wait)?;
-        self.named(ctx, &unit, gathered)
+        self.vars_by_name(ctx, &unit, gathered)
     }
 
-    /// Returns the variables of a unit by name: the gathered parameters and copies of the
-    /// replicated ones.
-    fn named(
+    /// Returns the variables of a unit by name: the gathered parameters, and copies of the
+    /// replicated parameters.
+    fn vars_by_name(
         &self,
         ctx: &Replica,
         unit: &str,
         gathered: Vec<Var>,
     ) -> candle_core::Result<BTreeMap<String, Var>> {
         let unit = self.unit(unit)?;
-        let params = unit.gathered.as_ref().map_or(&[][..], |lists| &lists.params);
-        let mut wholes: BTreeMap<usize, Var> = params.iter().copied().zip(gathered).collect();
-        let mut named = BTreeMap::new();
+        let params = unit.gathered.as_ref().map_or(&[][..], |gathered| &gathered.params);
+        let mut by_index: BTreeMap<usize, Var> = params.iter().copied().zip(gathered).collect();
+        let mut by_name = BTreeMap::new();
         for (name, param_idx) in &unit.names {
-            let whole = match wholes.entry(*param_idx) {
-                Entry::Occupied(whole) => whole.get().clone(),
-                Entry::Vacant(place) => place.insert(self.copy(ctx, *param_idx)?).clone(),
+            let var = match by_index.entry(*param_idx) {
+                Entry::Occupied(entry) => entry.get().clone(),
+                Entry::Vacant(entry) => entry.insert(self.copy(ctx, *param_idx)?).clone(),
             };
-            named.insert(name.clone(), whole);
+            by_name.insert(name.clone(), var);
         }
-        Ok(named)
+        Ok(by_name)
     }
 
     /// Returns a new variable with the value of a parameter that every slot stores in full.
     fn copy(&self, ctx: &Replica, param_idx: usize) -> candle_core::Result<Var> {
         let parts = self.parts(ctx.slot()).map_err(Error::from)?;
-        let own = parts.iter().filter(|part| part.param_idx == param_idx);
-        let own: Vec<Tensor> = own.map(|part| part.var.as_detached_tensor()).collect();
-        let whole = self.joined(param_idx, &own, ctx.device())?;
-        let dtype = self.precision.computed(whole.dtype());
+        let own_parts = parts.iter().filter(|part| part.param_idx == param_idx);
+        let runs: Vec<Tensor> = own_parts.map(|part| part.var.as_detached_tensor()).collect();
+        let whole = self.join(param_idx, &runs, ctx.device())?;
+        let dtype = self.precision.compute_dtype(whole.dtype());
         Var::from_tensor(&whole.to_dtype(dtype)?)
     }
 
@@ -276,7 +277,7 @@ impl ShardedVars {
         named: &'a BTreeMap<String, T>,
     ) -> Result<(Vec<&'a str>, Vec<&'a str>)> {
         let unit = self.unit(unit)?;
-        let params = unit.gathered.as_ref().map_or(&[][..], |lists| &lists.params);
+        let params = unit.gathered.as_ref().map_or(&[][..], |gathered| &gathered.params);
         Ok(named.keys().map(String::as_str).partition(|name| {
             unit.names.iter().any(|(other, param)| other == name && params.contains(param))
         }))
@@ -284,12 +285,12 @@ impl ShardedVars {
 
     /// Returns the slots of this process that share memory for gathered parameters with a replica,
     /// including itself, in order.
-    pub(crate) fn sharing(&self, ctx: &Replica) -> Vec<usize> {
+    pub(crate) fn sharing_slots(&self, ctx: &Replica) -> Vec<usize> {
         let mesh = &self.mesh;
         let slots = mesh.local_slots().zip(mesh.devices());
-        let on_processor = slots.filter(|(_, device)| device.is_cpu()).map(|(slot, _)| slot);
+        let cpu_slots = slots.filter(|(_, device)| device.is_cpu()).map(|(slot, _)| slot);
         let group_size = self.plan.shard_group().as_usize();
-        sharing(ctx.slot(), group_size, on_processor)
+        slots_sharing_with(ctx.slot(), group_size, cpu_slots)
     }
 
     /// Reduces the gradients of a unit's full parameters over all slots, and returns this slot's
@@ -316,10 +317,10 @@ impl ShardedVars {
         unit: &str,
         grad: impl FnMut(&str) -> Option<Tensor>,
     ) -> candle_core::Result<Vec<(usize, Tensor)>> {
-        let sums = self.begin_sums(unit, grad, |grads, layout| {
+        let pending = self.begin_reduce(unit, grad, |grads, layout| {
             Ok(ReduceState::Done(ctx.reduce_runs(grads, layout, &self.axes.shard)?))
         })?;
-        self.finish_reduce_parts(ctx, sums)
+        self.finish_reduce_parts(ctx, pending)
     }
 
     /// Starts [`reduce_parts`](Self::reduce_parts) without waiting for other replicas.
@@ -330,48 +331,49 @@ impl ShardedVars {
         unit: &str,
         grad: impl FnMut(&str) -> Option<Tensor>,
     ) -> candle_core::Result<PendingReduce> {
-        self.begin_sums(unit, grad, |grads, layout| {
+        self.begin_reduce(unit, grad, |grads, layout| {
             Ok(ReduceState::Started(ctx.start_reduce_runs(grads, layout, &self.axes.shard)?))
         })
     }
 
-    /// Collects a unit's gradients, and starts the reduction of the sharded parameters' gradients.
-    fn begin_sums(
+    /// Collects a unit's gradients, and calls `reduce` with the gradients of sharded parameters.
+    fn begin_reduce(
         &self,
         name: &str,
         mut grad: impl FnMut(&str) -> Option<Tensor>,
-        sum: impl FnOnce(Vec<Tensor>, &RunLayout) -> candle_core::Result<ReduceState>,
+        reduce: impl FnOnce(Vec<Tensor>, &RunLayout) -> candle_core::Result<ReduceState>,
     ) -> candle_core::Result<PendingReduce> {
         let unit = self.unit(name)?;
-        let of_runs = match &unit.reduced {
+        let shard_sums = match &unit.reduced {
             Some(ParameterLayout { params, layout }) => {
-                Some(sum(self.grads(&unit.names, params, &mut grad)?, layout)?)
+                Some(reduce(self.grads(&unit.names, params, &mut grad)?, layout)?)
             }
             None => None,
         };
         let copies = self.grads(&unit.names, &unit.copies, &mut grad)?;
-        Ok(PendingReduce { unit: name.to_owned(), of_runs, copies })
+        Ok(PendingReduce { unit: name.to_owned(), shard_sums, copies })
     }
 
-    /// Waits for a reduction and returns the sums with the indices of this slot's variables.
+    /// Waits for a reduction, and returns the sums with the indices of this slot's variables.
     #[track_caller]
     pub(crate) fn finish_reduce_parts(
         &self,
         ctx: &Replica,
-        sums: PendingReduce,
+        reduce: PendingReduce,
     ) -> candle_core::Result<Vec<(usize, Tensor)>> {
-        let PendingReduce { unit: name, of_runs, copies } = sums;
+        let PendingReduce { unit: name, shard_sums, copies } = reduce;
         let unit = self.unit(&name)?;
         let mut sums = Vec::new();
-        if let (Some(ParameterLayout { params, layout }), Some(of_runs)) = (&unit.reduced, of_runs)
+        if let Some(ParameterLayout { params, layout }) = &unit.reduced
+            && let Some(shard_sums) = shard_sums
         {
-            let of_group = match of_runs {
+            let group_sums = match shard_sums {
                 ReduceState::Done(sums) => sums,
                 ReduceState::Started(pending) => pending.wait()?,
             };
-            let reduced = self.over_replicas(ctx, of_group, layout)?;
-            for (position, sum) in self.own_positions(ctx, params)?.into_iter().zip(reduced) {
-                sums.push((position, self.held(ctx, position, &sum)?));
+            let total_sums = self.sum_over_replicas(ctx, group_sums, layout)?;
+            for (position, sum) in self.own_positions(ctx, params)?.into_iter().zip(total_sums) {
+                sums.push((position, self.to_sum_dtype(ctx, position, &sum)?));
             }
         }
         if !copies.is_empty() {
@@ -379,23 +381,28 @@ impl ShardedVars {
             let positions = self.own_positions(ctx, &unit.copies)?;
             // All-reduced under the unit's name: a unit without sharded parameters has no
             // all-gather, so nothing has checked yet that all replicas entered the same unit.
-            let copies = ctx.psum_named(&name, copies, &all, ALL)?;
-            for (position, sum) in positions.into_iter().zip(copies) {
-                sums.push((position, self.held(ctx, position, &sum.flatten_all()?)?));
+            let copy_sums = ctx.psum_named(&name, copies, &all, ALL)?;
+            for (position, sum) in positions.into_iter().zip(copy_sums) {
+                sums.push((position, self.to_sum_dtype(ctx, position, &sum.flatten_all()?)?));
             }
         }
         Ok(sums)
     }
 
-    /// Converts a sum to the dtype in which a shard's gradient is stored.
-    fn held(&self, ctx: &Replica, position: usize, sum: &Tensor) -> candle_core::Result<Tensor> {
+    /// Converts a sum to the dtype in which the gradient of this slot's shard `position` is stored.
+    fn to_sum_dtype(
+        &self,
+        ctx: &Replica,
+        position: usize,
+        sum: &Tensor,
+    ) -> candle_core::Result<Tensor> {
         let parts = self.parts(ctx.slot()).map_err(Error::from)?;
         sum.to_dtype(widened_dtype(parts[position].var.dtype()))
     }
 
-    /// Sums this replica's shard-group sums over all shard groups.
+    /// Sums the sums of this slot's shard group over all shard groups.
     #[track_caller]
-    fn over_replicas(
+    fn sum_over_replicas(
         &self,
         ctx: &Replica,
         sums: Vec<Tensor>,
@@ -435,7 +442,7 @@ impl ShardedVars {
         let mut runs = Vec::with_capacity(positions.len());
         for position in positions {
             let part = parts[position].var.as_detached_tensor();
-            runs.push(part.to_dtype(self.precision.computed(part.dtype()))?);
+            runs.push(part.to_dtype(self.precision.compute_dtype(part.dtype()))?);
         }
         Ok(runs)
     }
@@ -456,7 +463,7 @@ impl ShardedVars {
             })?;
             ParameterError::check_shape(info.name(), found.dims(), &runs::shape(info))
                 .map_err(Error::from)?;
-            grads.push(found.to_dtype(self.precision.reduced(self.dtype(param_idx)?))?);
+            grads.push(found.to_dtype(self.precision.reduce_dtype(self.dtype(param_idx)?))?);
         }
         Ok(grads)
     }
@@ -469,7 +476,7 @@ mod tests {
     #[test]
     fn cpu_slots_share_within_their_group() {
         let shared = |on_processor: &[usize]| -> Vec<Vec<usize>> {
-            (0..4).map(|slot| sharing(slot, 2, on_processor.iter().copied())).collect()
+            (0..4).map(|slot| slots_sharing_with(slot, 2, on_processor.iter().copied())).collect()
         };
         assert_eq!(shared(&[0, 1, 2, 3]), [[0, 1], [0, 1], [2, 3], [2, 3]]);
         assert_eq!(shared(&[]), [[0], [1], [2], [3]]);

@@ -1,4 +1,4 @@
-//! A batch between its loss and its gradients, with the totals of accumulated batches.
+//! A batch whose loss is known and whose gradients are not, and the totals of accumulated batches.
 
 use candle_core::{Result, Tensor};
 use pmap_mesh::Replica;
@@ -8,34 +8,35 @@ use crate::{
     step::rules::{Goal, Report, Rules},
 };
 
-/// One replica's shard of a batch whose loss is known but not yet differentiated.
+/// A batch whose loss all replicas know, before a replica differentiates its shard.
 pub(crate) struct Batch {
     /// The divisor of the shard's gradients.
     pub(crate) scale: f64,
     /// Totals of this batch and the accumulated batches before it.
-    all: Totals,
+    totals: Totals,
+    /// The loss of this batch alone.
     loss: BatchLoss,
-    /// Tensors attached to the loss, summed over the slots.
+    /// Tensors attached to the loss of this batch, summed over the slots.
     aux: Vec<Tensor>,
 }
 
-/// Totals of the accumulated batches, except their gradients.
+/// Totals of accumulated batches, except for their gradients.
 #[derive(Debug)]
 pub(crate) struct Totals {
     /// The divisor of the accumulated gradients: the weight of the first batch with nonzero weight.
-    /// Dividing keeps the gradients about as large as a mean's, so that sums over many tokens stay
-    /// within the range of half precision.
+    /// Gradients divided by it are about as large as the gradients of a mean, so that sums over
+    /// many tokens stay within the range of half precision.
     scale: f64,
     loss: BatchLoss,
-    /// Sums of the tensors attached to the losses.
+    /// Tensors attached to the losses, summed over the slots and batches.
     aux: Vec<Tensor>,
 }
 
 impl Batch {
-    /// Exchanges the loss of a batch and its attached tensors with all replicas, and adds the
-    /// totals `before`.
+    /// Agrees with all replicas on the loss of a batch and on the sums of its attached tensors.
+    /// `before` are the totals of the accumulated batches.
     ///
-    /// This slot's shard of the loss is returned separately, so that its graph can be freed before
+    /// The loss of this slot's shard is returned separately, so that its graph can be freed before
     /// the gradients are reduced.
     pub(crate) fn agree(
         ctx: &Replica,
@@ -44,50 +45,56 @@ impl Batch {
         before: Option<Totals>,
     ) -> Result<(ShardLoss, Self)> {
         let (mut shard, aux) = loss.into_shard(ctx)?;
-        let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
+        let loss = shard.agree(ctx, rules.allow_non_finite, &rules.errors)?;
         if rules.goal == Goal::Update {
-            let all = before.as_ref().map_or(loss, |before| before.loss.plus(loss));
-            all.with_weight(&rules.refusal)?;
+            let total_loss = before.as_ref().map_or(loss, |before| before.loss.plus(loss));
+            total_loss.with_weight(&rules.errors)?;
         }
-        let weighed = before.as_ref().map(|before| before.scale).filter(|&scale| scale > 0.0);
-        let scale = weighed.unwrap_or(loss.weight());
-        let aux = loss::summed(ctx, aux)?;
-        let this = Totals { scale, loss, aux: aux.clone() };
-        let all = match before {
-            Some(before) => before.plus(&this)?,
-            None => this,
+        // The scale is 0 while all batches had no weight.
+        let scale = match &before {
+            Some(before) if before.scale > 0.0 => before.scale,
+            _ => loss.weight(),
         };
-        Ok((shard, Self { scale, all, loss, aux }))
+        let aux = loss::sum_over_replicas(ctx, aux)?;
+        let batch_totals = Totals { scale, loss, aux: aux.clone() };
+        let totals = match before {
+            Some(before) => before.plus(&batch_totals)?,
+            None => batch_totals,
+        };
+        Ok((shard, Self { scale, totals, loss, aux }))
     }
 
-    /// Returns the factor that turns accumulated gradients into gradients of the mean.
+    /// Returns the factor that turns accumulated gradients into the gradients of the mean loss. The
+    /// total weight is positive, because an update without weight is rejected.
     pub(crate) fn factor(&self) -> f64 {
-        self.scale / self.all.loss.weight()
+        self.scale / self.totals.loss.weight()
     }
 
     /// Returns the totals to store for the next update, and the report and attached tensors of this
     /// batch.
-    pub(crate) fn kept(self) -> (Totals, Report, Vec<Tensor>) {
-        (self.all, Report { loss: self.loss, grad_norm: 0.0 }, self.aux)
+    pub(crate) fn into_accumulated(self) -> (Totals, Report, Vec<Tensor>) {
+        (self.totals, Report { loss: self.loss, grad_norm: 0.0 }, self.aux)
     }
 
-    /// Returns the report of an update with this gradient norm, and the attached tensors.
-    pub(crate) fn updated(self, grad_norm: f64) -> (Report, Vec<Tensor>) {
-        let Totals { loss, aux, .. } = self.all;
+    /// Returns the report of an update with this gradient norm, and the sums of the attached
+    /// tensors; both cover all batches of the update.
+    pub(crate) fn into_update(self, grad_norm: f64) -> (Report, Vec<Tensor>) {
+        let Totals { loss, aux, .. } = self.totals;
         (Report { loss, grad_norm }, aux)
     }
 }
 
-/// Agrees with all replicas on the loss of a batch without an update. Returns the local part, the
-/// loss of the batch, and the local attached tensors.
-pub(crate) fn agree_alone(
+/// Agrees with all replicas on the loss of a batch that is neither accumulated nor part of an
+/// update. Returns the loss of this slot's shard, the loss of the batch, and the attached tensors
+/// of this slot.
+pub(crate) fn agree_without_totals(
     ctx: &Replica,
     rules: &Rules,
     loss: Loss<Vec<Tensor>>,
 ) -> Result<(ShardLoss, BatchLoss, Vec<Tensor>)> {
     let (mut shard, aux) = loss.into_shard(ctx)?;
-    let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
-    Ok((shard, loss.with_weight(&rules.refusal)?, aux))
+    let loss = shard.agree(ctx, rules.allow_non_finite, &rules.errors)?;
+    Ok((shard, loss.with_weight(&rules.errors)?, aux))
 }
 
 impl Totals {
@@ -101,8 +108,8 @@ impl Totals {
         }
         let aux = self.aux.iter().zip(&other.aux).map(|(left, right)| left + right);
         Ok(Self {
-            // Earlier batches without weight have zero gradients, so their scale does not matter.
-            // All others share the scale of the first, see `Batch::agree`.
+            // Batches without weight have zero gradients, so their scale does not matter. All
+            // batches with weight have the scale of the first of them, see `Batch::agree`.
             scale: other.scale,
             loss: self.loss.plus(other.loss),
             aux: aux.collect::<Result<_>>()?,
@@ -110,8 +117,9 @@ impl Totals {
     }
 }
 
-/// Adds gradients to the accumulated gradients of earlier batches, if there are any.
-pub(crate) fn added(
+/// Adds gradients to the accumulated gradients `before`, which are empty if no batch was
+/// accumulated.
+pub(crate) fn add_grads(
     before: Vec<Option<Tensor>>,
     grads: Vec<Option<Tensor>>,
 ) -> Result<Vec<Option<Tensor>>> {

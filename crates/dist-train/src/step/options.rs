@@ -42,8 +42,9 @@ impl Options {
         Error::check_setting(self.check_every != Some(0), name, 0.0, "at least 1")
     }
 
-    /// Configures a call that splits a model's batches and returns the same result on all replicas.
-    pub(crate) fn cut<I, A, F>(&self, call: PMap<I, A, F>) -> PMap<I, A, F>
+    /// Configures a call so that it splits batches by these options. Its replicas must return equal
+    /// results.
+    pub(crate) fn configure<I, A, F>(&self, call: PMap<I, A, F>) -> PMap<I, A, F>
     where
         I: TensorTree,
         A: TensorTree,

@@ -10,24 +10,24 @@ use crate::{
 /// The learning rates of a model's groups, the same in every process.
 #[derive(Clone, Debug)]
 pub(crate) struct Rates {
-    /// The base rate of each group, multiplied by the schedule's factor; in group order.
-    of_groups: Vec<(String, f64)>,
+    /// The name of each group and its rate without the schedule's factor, in group order.
+    group_rates: Vec<(String, f64)>,
     schedule: Schedule,
 }
 
 impl Rates {
     pub(crate) fn new(groups: &[String], own: Vec<f64>, schedule: Schedule) -> Self {
-        Self { of_groups: groups.iter().cloned().zip(own).collect(), schedule }
+        Self { group_rates: groups.iter().cloned().zip(own).collect(), schedule }
     }
 
     pub(crate) fn set_all(&mut self, rate: f64) -> Result<()> {
         check_rate(rate)?;
-        self.of_groups.iter_mut().for_each(|(_, own)| *own = rate);
+        self.group_rates.iter_mut().for_each(|(_, own)| *own = rate);
         Ok(())
     }
 
     pub(crate) fn set_group(&mut self, name: &str, rate: f64) -> Result<()> {
-        let Some((_, own)) = self.of_groups.iter_mut().find(|(group, _)| group == name) else {
+        let Some((_, own)) = self.group_rates.iter_mut().find(|(group, _)| group == name) else {
             return Err(TrainingError::UnknownGroup { name: name.to_owned() }.into());
         };
         check_rate(rate)?;
@@ -41,16 +41,18 @@ impl Rates {
         Ok(())
     }
 
-    /// Returns the rate of each group in the update after `steps` updates.
+    /// Returns the rate of each group, with the schedule's factor, in the update after `steps`
+    /// updates.
     pub(crate) fn after(&self, steps: u64) -> Vec<f64> {
         let factor = self.schedule.factor(steps);
-        self.of_groups.iter().map(|(_, own)| own * factor).collect()
+        self.group_rates.iter().map(|(_, own)| own * factor).collect()
     }
 
-    /// Returns these rates, replaced by the rates and schedule of a checkpoint.
-    pub(crate) fn resumed(&self, state: &TrainerState) -> Result<Self> {
+    /// Returns the rates and schedule of a checkpoint. A group that the checkpoint does not have
+    /// keeps its rate.
+    pub(crate) fn with_state(&self, state: &TrainerState) -> Result<Self> {
         let mut rates = self.clone();
-        for (group, own) in &mut rates.of_groups {
+        for (group, own) in &mut rates.group_rates {
             if let Some(&rate) = state.learning_rates.get(group) {
                 check_rate(rate)?;
                 *own = rate;
@@ -62,7 +64,7 @@ impl Rates {
 
     /// Returns the state for a checkpoint.
     pub(crate) fn state(&self, progress: Progress) -> TrainerState {
-        let learning_rates = self.of_groups.iter().cloned().collect();
+        let learning_rates = self.group_rates.iter().cloned().collect();
         TrainerState { progress, learning_rates, schedule: self.schedule }
     }
 }

@@ -13,13 +13,14 @@ const BUFFERS: [&str; 3] = ["**.running_mean", "**.running_var", "**.num_batches
 /// Patterns in the options of a builder.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Choices {
-    /// Trained variables; if not empty, all others are frozen and left out of checkpoints.
+    /// Trained variables; if not empty, all other variables are frozen and left out of checkpoints.
     pub(crate) trained: Vec<String>,
     pub(crate) frozen: Vec<String>,
     pub(crate) unused: Vec<String>,
     pub(crate) buffers: Vec<String>,
-    /// Parameters that pretrained weights may lack, and, below, tensors that the model may lack.
+    /// Parameters that pretrained weights may lack.
     pub(crate) missing: Vec<String>,
+    /// Tensors of pretrained weights that the model may lack.
     pub(crate) unexpected: Vec<String>,
     pub(crate) groups: Vec<(String, Vec<String>)>,
 }
@@ -31,7 +32,7 @@ pub(crate) enum Role {
     Trained(usize),
     /// Never changed.
     Frozen,
-    /// Changed by the forward pass; each slot has its own.
+    /// Changed by the forward pass; each slot has its own copy.
     Buffer,
 }
 
@@ -39,11 +40,11 @@ pub(crate) enum Role {
 #[derive(Debug)]
 pub(crate) struct Roles {
     pub(crate) of: Vec<Role>,
-    /// Whether each variable may have no gradient.
+    /// For each variable, whether it may have no gradient.
     pub(crate) may_be_unused: Vec<bool>,
     /// Whether checkpoints leave out frozen variables.
     pub(crate) leaves_out_frozen: bool,
-    /// Names of the groups with variables; roles contain their indices.
+    /// Names of the groups with variables; [`Role::Trained`] has an index in this list.
     pub(crate) groups: Vec<String>,
 }
 
@@ -69,7 +70,7 @@ impl Choices {
             }
             groups.push((name, PatternSelection::new("group", patterns, names)?));
         }
-        // Without patterns of trained variables, all but the frozen ones are trained.
+        // Without patterns of trained variables, all variables are trained except the frozen ones.
         let leaves_out_frozen = !self.trained.is_empty();
         let mut of = Vec::with_capacity(names.len());
         for &name in names {
@@ -102,12 +103,13 @@ impl Choices {
     ///
     /// Returns [`Error::Plan`](crate::Error::Plan) for an invalid pattern.
     pub(crate) fn unexpected(&self) -> Result<Vec<Pattern>> {
-        parsed(&self.unexpected)
+        parse_all(&self.unexpected)
     }
 }
 
 impl Roles {
-    /// Removes groups without variables.
+    /// Removes groups without variables, and renumbers the others. Returns an error if no variable
+    /// is trained.
     fn with_used_groups(self) -> Result<Self> {
         let used: Vec<usize> = (0..self.groups.len())
             .filter(|&group| self.of.contains(&Role::Trained(group)))
@@ -147,8 +149,8 @@ impl Roles {
         !(self.leaves_out_frozen && self.of[var] == Role::Frozen)
     }
 
-    fn positions(&self, is_meant: impl Fn(Role) -> bool) -> Vec<usize> {
-        (0..self.of.len()).filter(|&var| is_meant(self.of[var])).collect()
+    fn positions(&self, is_selected: impl Fn(Role) -> bool) -> Vec<usize> {
+        (0..self.of.len()).filter(|&var| is_selected(self.of[var])).collect()
     }
 }
 
@@ -157,7 +159,7 @@ struct PatternSelection(Vec<Pattern>);
 
 impl PatternSelection {
     fn new(option: &'static str, patterns: &[String], names: &[&str]) -> Result<Self> {
-        let patterns = parsed(patterns)?;
+        let patterns = parse_all(patterns)?;
         let unmatched =
             patterns.iter().find(|pattern| !names.iter().any(|name| pattern.matches(name)));
         match unmatched {
@@ -173,14 +175,15 @@ impl PatternSelection {
     }
 }
 
-fn parsed(patterns: &[String]) -> Result<Vec<Pattern>> {
+fn parse_all(patterns: &[String]) -> Result<Vec<Pattern>> {
     Ok(patterns.iter().map(|text| text.parse()).collect::<fsdp_plan::Result<_>>()?)
 }
 
-/// Returns the index of the group that matches the variable, or 0, the default group, if none does.
+/// Returns the index of the group that matches the variable, or 0, the default group, if no group
+/// matches.
 fn group_of(name: &str, groups: &[(&str, PatternSelection)]) -> Result<usize, TrainingError> {
-    let mut meant = (0..groups.len()).filter(|&group| groups[group].1.has(name));
-    match (meant.next(), meant.next()) {
+    let mut matches = (0..groups.len()).filter(|&group| groups[group].1.has(name));
+    match (matches.next(), matches.next()) {
         (None, _) => Ok(0),
         (Some(group), None) => Ok(group),
         (Some(first), Some(second)) => Err(TrainingError::TwoGroups {

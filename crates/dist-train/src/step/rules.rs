@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::{
-    error::training::{Refusal, TrainingError},
+    error::training::{StepErrors, TrainingError},
     loss::BatchLoss,
     progress::Progress,
     step::{inventory::Inventory, options::Options},
@@ -52,7 +52,7 @@ pub(crate) enum Goal {
     Differentiate,
     /// The gradients, stored for the next update.
     Accumulate,
-    /// An update by these and the stored gradients.
+    /// The gradients, and an update by their sum with the stored gradients.
     Update,
 }
 
@@ -73,12 +73,13 @@ pub(crate) struct Rules {
     /// Indices of the buffers among all variables.
     pub(crate) buffers: Vec<usize>,
     pub(crate) goal: Goal,
-    /// Maximum norm of all gradients together.
+    /// Maximum norm of all gradients together; larger gradients are clipped.
     pub(crate) max_norm: Option<f64>,
     pub(crate) allow_non_finite: bool,
-    /// Whether a variable without a gradient is an error, which it is in the first step.
-    pub(crate) all_used: bool,
-    pub(crate) refusal: Refusal,
+    /// Whether every trained variable must have a gradient: only in the first step.
+    pub(crate) must_use_all: bool,
+    /// The errors that replicas of this process report during the step.
+    pub(crate) errors: StepErrors,
 }
 
 /// The result of a batch or an update, the same on all replicas.
@@ -102,14 +103,15 @@ impl Rules {
             goal,
             max_norm: options.max_norm,
             allow_non_finite: options.allow_non_finite,
-            all_used: progress.steps == 0,
-            refusal: Refusal::default(),
+            must_use_all: progress.steps == 0,
+            errors: StepErrors::default(),
         }
     }
 
-    /// Checks in the first step that each trained variable has a gradient on some slot.
+    /// Checks in the first step that every trained variable has a gradient on some slot, except for
+    /// the variables that may be unused.
     pub(crate) fn check_used(&self, has_gradient: &[bool]) -> candle_core::Result<()> {
-        if !self.all_used {
+        if !self.must_use_all {
             return Ok(());
         }
         let roles = &self.inventory.roles;
@@ -123,14 +125,16 @@ impl Rules {
         if missing.is_empty() {
             return Ok(());
         }
-        Err(self.refusal.agreed(TrainingError::NoGradient { missing, trained: trained.len() }))
+        Err(self
+            .errors
+            .record_agreed(TrainingError::NoGradient { missing, trained: trained.len() }))
     }
 
-    /// Returns the error of a non-finite norm; `cause` is the index among the trained variables of
-    /// the first variable with a non-finite gradient.
+    /// Records and returns the error of a non-finite norm. `cause` is the first variable with a
+    /// non-finite gradient, as an index among the trained variables.
     pub(crate) fn non_finite_norm(&self, value: f64, cause: Option<usize>) -> candle_core::Error {
         let trained = self.inventory.roles.trained();
         let variable = cause.map(|cause| self.inventory.name(trained[cause]).to_owned());
-        self.refusal.agreed(TrainingError::NonFiniteNorm { value, variable })
+        self.errors.record_agreed(TrainingError::NonFiniteNorm { value, variable })
     }
 }

@@ -24,8 +24,8 @@ pub enum Accumulation {
 pub(crate) struct UnreducedGrads {
     /// Gradients by parameter name.
     pub(crate) grads: BTreeMap<String, Tensor>,
-    /// Units with gradients to reduce, the same on every slot; this slot may have no gradient for
-    /// some.
+    /// Units with gradients to reduce, the same on every slot. This slot may have no gradient for
+    /// some of these units.
     pub(crate) units: BTreeSet<String>,
 }
 

@@ -11,47 +11,49 @@ use crate::{
     units::{accumulation::UnreducedGrads, model::Model},
 };
 
-/// The state of a batch's backward pass on one slot, starting with the first unit in the forward
-/// pass.
+/// The state of a batch's backward pass on one slot. The forward pass already records the entered
+/// units in it.
 #[derive(Debug, Default)]
 pub(crate) struct BackwardState {
     /// Units that the loss entered.
-    pub(crate) entered: BTreeSet<String>,
-    /// Number of recorded passes through each unit with gradients still to reduce.
+    pub(crate) entered_units: BTreeSet<String>,
+    /// Number of passes through each unit whose gradients must still be reduced.
     pub(crate) expected: BTreeMap<String, usize>,
     /// Number of passes with a kept graph and freed parameters.
     n_freed: usize,
-    /// Whether the step has started the backward pass. It detects losses that call `backward`
-    /// themselves.
-    pub(crate) is_under_way: bool,
+    /// Whether the step has started the backward pass. If a unit is differentiated before, the loss
+    /// itself calls `backward`.
+    pub(crate) has_started: bool,
     /// Whether the slot's shard of the batch has no weight.
     pub(crate) is_empty: bool,
-    /// Factor for the gradients: with half precision, the loss carries only a part of its factor.
+    /// The remaining factor of the gradients: with half precision, the differentiated loss is
+    /// multiplied by only a part of its factor.
     pub(crate) rest: f64,
-    /// Unreduced gradients.
-    pub(crate) whole: UnreducedGrads,
+    /// Gradients that are not yet summed over the slots.
+    pub(crate) unreduced: UnreducedGrads,
     /// The reduction in flight, which overlaps with the backward pass.
-    pub(crate) under_way: Option<PendingReduce>,
+    pub(crate) in_flight: Option<PendingReduce>,
     /// Reduced gradients, by the index of this slot's shard.
     pub(crate) sums: BTreeMap<usize, Tensor>,
-    /// Parameters with a gradient on this slot.
+    /// Names of the parameters with a gradient on this slot.
     used: BTreeSet<String>,
-    /// Indices of the parameters already updated, among the trained parameters.
-    updated: BTreeSet<usize>,
+    /// Parameters whose gradients were taken for an update, as indices among the trained
+    /// parameters.
+    taken: BTreeSet<usize>,
 }
 
 impl BackwardState {
     /// Starts the backward pass, with the unreduced gradients of earlier batches.
-    pub(crate) fn begin(&mut self, whole: UnreducedGrads, is_empty: bool, rest: f64) {
-        self.used.extend(whole.grads.keys().cloned());
-        self.whole = whole;
+    pub(crate) fn begin(&mut self, unreduced: UnreducedGrads, is_empty: bool, rest: f64) {
+        self.used.extend(unreduced.grads.keys().cloned());
+        self.unreduced = unreduced;
         self.is_empty = is_empty;
         self.rest = rest;
-        self.is_under_way = true;
+        self.has_started = true;
     }
 
     /// Returns the number of the next pass with freed parameters.
-    pub(crate) fn next_freed(&mut self) -> usize {
+    pub(crate) fn next_freed_pass(&mut self) -> usize {
         self.n_freed += 1;
         self.n_freed - 1
     }
@@ -67,7 +69,8 @@ impl BackwardState {
         *self.expected.get_mut(unit).expect("the pass was recorded") -= 1;
     }
 
-    /// Adds the sums of one pass through a unit, which may be entered several times.
+    /// Adds the reduced gradients of one pass through a unit. A unit may have several passes, so a
+    /// shard may have a sum already.
     pub(crate) fn add(&mut self, sums: Vec<(usize, Tensor)>) -> Result<()> {
         for (part, sum) in sums {
             let sum = match self.sums.remove(&part) {
@@ -79,28 +82,29 @@ impl BackwardState {
         Ok(())
     }
 
-    /// Takes the parameters of a unit with final sums: all passes through all units of the
-    /// parameter are reduced.
-    pub(crate) fn known(&mut self, model: &Model, unit: &str) -> ReadyGrads {
-        let mut known = Vec::new();
+    /// Takes the parameters of a unit whose sums are final, because all passes through all units of
+    /// the parameter are reduced.
+    pub(crate) fn take_ready(&mut self, model: &Model, unit: &str) -> ReadyGrads {
+        let mut ready = Vec::new();
         for (trained, member) in model.units[unit].trained() {
             let mut units = model.units_of(&member.names.name);
             if units.all(|unit| self.expected.get(unit).is_none_or(|&passes| passes == 0)) {
-                known.push(trained);
+                ready.push(trained);
             }
         }
-        self.taken(model, known)
+        self.take(model, ready)
     }
 
-    /// Takes the parameters that were not updated during the backward pass.
-    pub(crate) fn rest_of(&mut self, model: &Model) -> ReadyGrads {
+    /// Takes the parameters that were not taken during the backward pass.
+    pub(crate) fn take_rest(&mut self, model: &Model) -> ReadyGrads {
         let all = 0..model.inventory.roles.trained().len();
-        let rest = all.filter(|trained| !self.updated.contains(trained)).collect();
-        self.taken(model, rest)
+        let rest = all.filter(|trained| !self.taken.contains(trained)).collect();
+        self.take(model, rest)
     }
 
-    fn taken(&mut self, model: &Model, trained: Vec<usize>) -> ReadyGrads {
-        self.updated.extend(&trained);
+    /// Marks parameters as taken, and returns whether each has a gradient.
+    fn take(&mut self, model: &Model, trained: Vec<usize>) -> ReadyGrads {
+        self.taken.extend(&trained);
         let flags = self.used_flags(model);
         ReadyGrads { used: trained.iter().map(|&trained| flags[trained]).collect(), trained }
     }
@@ -113,18 +117,18 @@ impl BackwardState {
     }
 }
 
-/// Parameters with final gradients before the end of the backward pass.
+/// Parameters with final gradients.
 pub(crate) struct ReadyGrads {
-    /// Their indices among the trained parameters.
+    /// The parameters, as indices among the trained parameters.
     pub(crate) trained: Vec<usize>,
-    /// Whether each has a gradient on this slot.
+    /// For each of these parameters, whether it has a gradient on this slot.
     pub(crate) used: Vec<bool>,
 }
 
-/// An updater of a slot's shards during the backward pass. A trait object hides the type of the
-/// optimizer, which operations in candle's graph cannot be generic over.
+/// An updater of a slot's shards during the backward pass. It is a trait object, because operations
+/// in candle's graph cannot be generic over the type of the optimizer.
 pub(crate) trait UpdatesInBackward: Send + Sync {
-    /// Updates the shards of parameters with final gradients, and removes the used sums.
+    /// Updates the shards of the `ready` parameters, and removes their sums from `sums`.
     ///
     /// # Errors
     ///
@@ -134,10 +138,10 @@ pub(crate) trait UpdatesInBackward: Send + Sync {
         &self,
         ctx: &Replica,
         rules: &Rules,
-        known: &ReadyGrads,
+        ready: &ReadyGrads,
         sums: &mut BTreeMap<usize, Tensor>,
     ) -> Result<()>;
 
-    /// Ends the pass: optimizers without any gradient make their step too.
+    /// Makes a step of the optimizers without any gradient, at the end of the pass.
     fn finish(&self) -> Result<()>;
 }

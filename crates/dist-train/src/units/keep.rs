@@ -49,12 +49,12 @@ impl KeepRules {
         self.rules.push((pattern, keep));
     }
 
-    /// Returns true if no rule is set.
-    pub(crate) fn is_silent(&self) -> bool {
+    /// Returns true if no default and no rule is set.
+    pub(crate) fn is_empty(&self) -> bool {
         self.default.is_none() && self.rules.is_empty()
     }
 
-    /// Returns the rule of each unit.
+    /// Returns the kept data of each unit.
     ///
     /// # Errors
     ///
@@ -67,9 +67,11 @@ impl KeepRules {
         for (text, keep) in &self.rules {
             let pattern: Pattern = text.parse()?;
             let mut is_used = false;
-            for (_, of_unit) in keeps.iter_mut().filter(|(unit, _)| pattern.matches(unit)) {
-                *of_unit = *keep;
-                is_used = true;
+            for (unit, unit_keep) in &mut keeps {
+                if pattern.matches(unit) {
+                    *unit_keep = *keep;
+                    is_used = true;
+                }
             }
             if !is_used {
                 let pattern = text.clone();

@@ -32,11 +32,11 @@ pub(crate) struct Model {
     pub(crate) prefetch: usize,
     /// Orders in which the last batches gathered units.
     pub(crate) orders: Mutex<GatherOrders>,
-    /// Units that gave the same result when recomputed, in all passes of a step.
+    /// Units that a step has trained. If they are recomputed, this gave the same result.
     pub(crate) repeatable: Mutex<BTreeSet<String>>,
 }
 
-/// The orders in which batches gather units, for training and evaluation.
+/// The order in which the last batch gathered units, separate for training and evaluation.
 #[derive(Debug, Default)]
 pub(crate) struct GatherOrders {
     training: Order,
@@ -54,12 +54,13 @@ pub(crate) struct Unit {
 #[derive(Debug)]
 pub(crate) struct UnitMember {
     pub(crate) names: Member,
-    /// Its index among the trained parameters; `None` if it is not trained.
+    /// The parameter's index among the trained parameters; `None` if it is not trained.
     pub(crate) trained: Option<usize>,
-    /// Whether it may have no gradient.
+    /// Whether the parameter may have no gradient.
     pub(crate) may_be_unused: bool,
-    /// The full shape, and the dtype in which gradients are stored.
+    /// The shape of the full parameter.
     pub(crate) shape: Vec<usize>,
+    /// The dtype in which the parameter's gradients are stored.
     pub(crate) dtype: DType,
 }
 
@@ -69,7 +70,7 @@ impl Model {
         self.repeatable().contains(unit)
     }
 
-    /// Records units that were repeatable in all passes of a step.
+    /// Records the units that a step has trained.
     pub(crate) fn note_repeatable(&self, units: Vec<String>) {
         self.repeatable().extend(units);
     }
@@ -84,8 +85,8 @@ impl Model {
     /// processes may have got further in the order, and all must expect the same.
     pub(crate) fn note_order(&self, is_training: bool, order: Option<Order>) {
         let mut orders = self.orders();
-        let noted = if is_training { &mut orders.training } else { &mut orders.evaluation };
-        *noted = order.unwrap_or_default();
+        let last_order = if is_training { &mut orders.training } else { &mut orders.evaluation };
+        *last_order = order.unwrap_or_default();
     }
 
     fn orders(&self) -> MutexGuard<'_, GatherOrders> {
@@ -101,8 +102,8 @@ impl Model {
     pub(crate) fn has_halves(&self) -> bool {
         let parameters = self.vars.plan().parameters();
         parameters.iter().any(|parameter| {
-            let held = dtype_of(parameter.info().dtype());
-            held.is_some_and(|held| is_half(self.precision.computed(held)))
+            let stored = dtype_of(parameter.info().dtype());
+            stored.is_some_and(|stored| is_half(self.precision.compute_dtype(stored)))
         })
     }
 

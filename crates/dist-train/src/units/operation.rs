@@ -30,12 +30,13 @@ use crate::{
     },
 };
 
-/// A pass through a unit.
+/// A pass through a unit, as an operation in candle's graph.
 struct UnitOperation<X, F> {
     session: Arc<Session>,
     name: String,
     f: F,
-    /// The detached inputs in their tree. The mutex makes them `Sync`, which a tree need not be.
+    /// The detached inputs in their tree. The mutex makes the tree `Sync`, which a [`TensorTree`]
+    /// need not be.
     x: Mutex<X>,
     inputs: Vec<UnitInput>,
     graph: Mutex<GraphState>,
@@ -44,19 +45,19 @@ struct UnitOperation<X, F> {
 /// One detached tensor of the inputs.
 struct UnitInput {
     tensor: Tensor,
-    /// Whether it needs a gradient.
+    /// Whether the input needs a gradient.
     is_tracked: bool,
 }
 
 /// The state of the unit's own graph.
 enum GraphState {
-    /// Built in the backward pass.
+    /// The graph is built in the backward pass.
     Later,
-    /// Kept from the forward pass.
+    /// The graph is kept from the forward pass.
     Kept(UnitGraph),
-    /// Kept from the forward pass, with its parameters freed.
+    /// The graph is kept from the forward pass, with its parameters freed.
     Freed(UnitGraph, UnitPass),
-    /// Differentiated already.
+    /// The graph is differentiated already.
     Done,
 }
 
@@ -69,8 +70,8 @@ struct UnitGraph {
     outputs: Vec<Tensor>,
 }
 
-/// Applies `f` to `x` and the parameters of a unit, and records it in the graph if it must be
-/// differentiated.
+/// Applies `f` to `x` and the parameters of a unit, and records this operation in candle's graph if
+/// it must be differentiated.
 pub(crate) fn enter<X, R, F>(session: &Arc<Session>, name: &str, x: &X, f: F) -> Result<R>
 where
     X: TensorTree,
@@ -114,107 +115,107 @@ where
             Keep::Inputs
                 if is_recorded && (is_search || self.session.checks_determinism(&self.name)) =>
             {
-                // Builds a graph of this unit, so that parameters of other units in it can be
-                // detected.
-                let (_, result) = self.differentiable("forward")?;
+                // With a graph of this unit, so that parameters of other units are detected in it.
+                let (_, result) = self.run_with_graph("forward")?;
                 tree::map(&result, Tensor::detach)
             }
             Keep::Gathered if is_recorded => {
-                let (graph, result) = self.differentiable("forward")?;
+                let (graph, result) = self.run_with_graph("forward")?;
                 *lock(&self.graph) = GraphState::Kept(graph);
                 tree::map(&result, Tensor::detach)
             }
             Keep::Graph if is_recorded => {
-                let (graph, result) = self.differentiable("forward")?;
-                let result = detached_result(&result, &graph.gathered)?;
+                let (graph, result) = self.run_with_graph("forward")?;
+                let result = detach_result(&result, &graph.gathered)?;
                 let pass = self.session.free_parameters(&self.name, &graph.gathered)?;
                 *lock(&self.graph) = GraphState::Freed(graph, pass);
                 result
             }
-            Keep::Inputs | Keep::Graph | Keep::Gathered => self.result(unit)?,
+            Keep::Inputs | Keep::Graph | Keep::Gathered => self.run_without_graph(unit)?,
         };
-        if is_recorded { self.recorded(&result, x) } else { Ok(result) }
+        if is_recorded { self.record(&result, x) } else { Ok(result) }
     }
 
-    /// Records the result in the graph.
-    fn recorded(self, result: &R, x: &X) -> Result<R> {
+    /// Returns the result, recorded in candle's graph as an operation on the inputs.
+    fn record(self, result: &R, x: &X) -> Result<R> {
         self.session.expect_gradients(&self.name);
         let anchor = self.session.anchor().clone();
         let tracked = tree::each(x, Tensor::clone).into_iter().filter(Tensor::track_op);
         let inputs: Vec<Tensor> = iter::once(anchor).chain(tracked).collect();
-        let inputs: Vec<&Tensor> = inputs.iter().collect();
+        let input_refs: Vec<&Tensor> = inputs.iter().collect();
         let outputs = tree::each(result, Tensor::clone);
         let backward = move |outputs: &[Tensor], grads| self.backward(outputs, grads);
-        Ok(loss::with_leaves(result, with_backward_many(&inputs, &outputs, backward)?))
+        Ok(loss::with_leaves(result, with_backward_many(&input_refs, &outputs, backward)?))
     }
 
     /// Runs the function without a graph.
-    fn result(&self, unit: &Unit) -> Result<R> {
+    fn run_without_graph(&self, unit: &Unit) -> Result<R> {
         let gathered = self.session.gather(&self.name)?;
         let builder = self.session.builder(&self.name, unit, &gathered, false);
         let result = self.call(builder, &lock(&self.x), "forward")?;
         if tree::each(&result, Tensor::track_op).contains(&true) {
-            return Err(self.session.refuse_captured(&self.name, &[]));
+            return Err(self.session.record_captured(&self.name, &[]));
         }
         Ok(result)
     }
 
     /// Runs the function with a graph that ends at the unit's inputs and parameters.
-    fn differentiable(&self, pass: &str) -> Result<(UnitGraph, R)> {
+    fn run_with_graph(&self, pass: &str) -> Result<(UnitGraph, R)> {
         let gathered = self.session.gather(&self.name)?;
         let unit = self.session.find(&self.name)?;
         let leaf = |input: &UnitInput| {
             input.is_tracked.then(|| Var::from_tensor(&input.tensor)).transpose()
         };
         let inputs: Vec<Option<Var>> = self.inputs.iter().map(leaf).collect::<Result<_>>()?;
-        let with_leaves = self.inputs.iter().zip(&inputs).map(|(input, leaf)| match leaf {
+        let tensors = self.inputs.iter().zip(&inputs).map(|(input, leaf)| match leaf {
             Some(leaf) => leaf.as_tensor().clone(),
             None => input.tensor.clone(),
         });
-        let x = loss::with_leaves(&*lock(&self.x), with_leaves.collect());
+        let x = loss::with_leaves(&*lock(&self.x), tensors.collect());
         let builder = self.session.builder(&self.name, unit, &gathered, true);
         let result = self.call(builder, &x, pass)?;
         let graph = UnitGraph { gathered, inputs, outputs: tree::each(&result, Tensor::clone) };
-        let others = graph.others();
-        if !others.is_empty() {
-            return Err(self.session.refuse_captured(&self.name, &others));
+        let foreign = graph.foreign_variables();
+        if !foreign.is_empty() {
+            return Err(self.session.record_captured(&self.name, &foreign));
         }
         Ok((graph, result))
     }
 
     /// Runs the function, and adds the unit and pass to its errors and panics.
     fn call(&self, builder: VarBuilder<'_>, x: &X, pass: &str) -> Result<R> {
-        let place = format!("unit {}, {pass} pass", self.name);
+        let context = format!("unit {}, {pass} pass", self.name);
         match catch_unwind(AssertUnwindSafe(|| (self.f)(builder, x))) {
-            Ok(result) => result.map_err(|error| error.context(place)),
-            // Resumed as the replica's own panic.
+            Ok(result) => result.map_err(|error| error.context(context)),
+            // The panic is resumed as the replica's own.
             Err(payload) => match panic_message(&*payload) {
-                Some(message) => resume_unwind(Box::new(format!("{place}: {message}"))),
+                Some(message) => resume_unwind(Box::new(format!("{context}: {message}"))),
                 None => resume_unwind(payload),
             },
         }
     }
 
-    /// Returns the gradients of the anchor, which is always `None`, and of the tracked inputs.
+    /// Returns the gradient of the anchor, which is always `None`, and the gradients of the tracked
+    /// inputs. `forward_outputs` are the outputs of the forward pass.
     fn backward(
         &self,
-        before: &[Tensor],
+        forward_outputs: &[Tensor],
         grads: Vec<Option<Tensor>>,
     ) -> Result<Vec<Option<Tensor>>> {
-        self.session.check_under_way(&self.name)?;
+        self.session.check_started(&self.name)?;
         let state = mem::replace(&mut *lock(&self.graph), GraphState::Done);
         let UnitGraph { gathered, inputs, outputs } = match state {
             GraphState::Kept(graph) => graph,
             GraphState::Freed(graph, pass) => {
-                self.session.refill(&self.name, pass, &graph.gathered)?;
+                self.session.restore_parameters(&self.name, pass, &graph.gathered)?;
                 graph
             }
             GraphState::Later => {
-                let (graph, _) = self.differentiable("backward")?;
-                self.compare(before, &graph.outputs)?;
+                let (graph, _) = self.run_with_graph("backward")?;
+                self.check_repeatable(forward_outputs, &graph.outputs)?;
                 graph
             }
-            GraphState::Done => return Err(self.session.differentiated(&self.name, "twice")),
+            GraphState::Done => return Err(self.session.differentiated_error(&self.name, "twice")),
         };
         let seeds =
             outputs.into_iter().zip(grads).filter_map(|(output, grad)| Some((output, grad?)));
@@ -233,31 +234,31 @@ where
     }
 
     /// Returns an error if recomputing gave another result than the forward pass.
-    fn compare(&self, before: &[Tensor], again: &[Tensor]) -> Result<()> {
+    fn check_repeatable(&self, before: &[Tensor], again: &[Tensor]) -> Result<()> {
         if !self.session.checks_determinism(&self.name) || all_bytes(before)? == all_bytes(again)? {
             return Ok(());
         }
-        Err(self.session.refuse(TrainingError::NotRepeatable { unit: self.name.clone() }))
+        Err(self.session.record_local(TrainingError::NotRepeatable { unit: self.name.clone() }))
     }
 }
 
 impl UnitGraph {
-    /// Returns the variables in its graph that do not belong to the unit.
-    fn others(&self) -> Vec<&Tensor> {
-        let mut others = Vec::new();
+    /// Returns the variables in the graph that do not belong to the unit.
+    fn foreign_variables(&self) -> Vec<&Tensor> {
+        let mut foreign = Vec::new();
         for node in self.outputs.iter().flat_map(|output| output.sorted_nodes()) {
             let mut own = self.gathered.values().chain(self.inputs.iter().flatten());
             if node.is_variable() && !own.any(|var| var.id() == node.id()) {
-                others.push(node);
+                foreign.push(node);
             }
         }
-        others
+        foreign
     }
 }
 
-/// Detaches a unit's result from its parameters, whose memory will be freed. Views of a parameter
-/// are copied, without the rest of the parameter that `Tensor::copy` would copy too.
-fn detached_result<R: TensorTree>(result: &R, gathered: &BTreeMap<String, Var>) -> Result<R> {
+/// Detaches a unit's result from the unit's parameters, whose memory will be freed. Views of a
+/// parameter are copied, but not the rest of the parameter, which `Tensor::copy` would copy too.
+fn detach_result<R: TensorTree>(result: &R, gathered: &BTreeMap<String, Var>) -> Result<R> {
     result.try_map(&mut |output: &Tensor| {
         let is_view = gathered.values().any(|var| shares_memory(output, var));
         if is_view { output.detach().force_contiguous() } else { Ok(output.detach()) }
@@ -281,8 +282,8 @@ fn panic_message(payload: &(dyn Any + Send)) -> Option<&str> {
     text.or_else(|| payload.downcast_ref::<&str>().copied())
 }
 
-/// Ignores poisoning: a panic with the lock held ends the step, so this operation is not used
-/// again.
+/// Locks state of an operation. Ignores poisoning: a panic with the lock held ends the step, so the
+/// operation is not used again.
 fn lock<T>(guarded: &Mutex<T>) -> MutexGuard<'_, T> {
     guarded.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -297,7 +298,7 @@ mod tests {
     fn views_are_copied_without_the_parameter() {
         let whole = Var::zeros((5, 4), DType::F32, &Device::Cpu).unwrap();
         let row = whole.t().unwrap().narrow(0, 1, 1).unwrap();
-        let kept = detached_result(&row, &BTreeMap::from([("w".to_owned(), whole)])).unwrap();
+        let kept = detach_result(&row, &BTreeMap::from([("w".to_owned(), whole)])).unwrap();
         assert_eq!(kept.dims(), row.dims());
         let (storage, _) = kept.storage_and_layout();
         let Storage::Cpu(CpuStorage::F32(items)) = &*storage else {

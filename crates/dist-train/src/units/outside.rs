@@ -1,29 +1,29 @@
 //! Detection of parameters used outside the functions of their units.
 //!
-//! A parameter gets its gradient from its unit's operation. Used elsewhere, it would silently count
-//! as a constant. So until a step has trained a unit, its function receives leaves of candle's
-//! graph, with their ids recorded here. A leaf in the graph of the whole loss was used outside its
-//! unit.
+//! A parameter gets its gradient from the operation of its unit. If the loss uses the parameter
+//! elsewhere, it would silently count as a constant. So until a step has trained a unit, the unit's
+//! function receives its parameters as leaves of candle's graph, whose ids are recorded here. If
+//! such a leaf is in the graph of the whole loss, the parameter was used outside its unit.
 
 use candle_core::{Tensor, TensorId};
 
 use crate::error::training::TrainingError;
 
-/// Leaves passed to the functions of units.
+/// The leaves that were passed to the functions of units.
 #[derive(Debug, Default)]
-pub(crate) struct GivenParameters(Vec<GivenLeaf>);
+pub(crate) struct RecordedLeaves(Vec<RecordedLeaf>);
 
 #[derive(Debug)]
-struct GivenLeaf {
+struct RecordedLeaf {
     leaf: TensorId,
     unit: String,
     parameter: String,
 }
 
-impl GivenParameters {
+impl RecordedLeaves {
     pub(crate) fn add(&mut self, leaf: &Tensor, unit: &str, parameter: &str) {
         let (unit, parameter) = (unit.to_owned(), parameter.to_owned());
-        self.0.push(GivenLeaf { leaf: leaf.id(), unit, parameter });
+        self.0.push(RecordedLeaf { leaf: leaf.id(), unit, parameter });
     }
 
     /// Returns an error for the first of these nodes that is a recorded leaf, if any.
@@ -35,14 +35,14 @@ impl GivenParameters {
     }
 
     fn error_of(&self, node: &Tensor) -> Option<TrainingError> {
-        let given = self.0.iter().find(|given| given.leaf == node.id())?;
-        let unit = given.unit.clone();
-        Some(TrainingError::ParameterOutsideUnit { unit, parameter: given.parameter.clone() })
+        let recorded = self.0.iter().find(|recorded| recorded.leaf == node.id())?;
+        let unit = recorded.unit.clone();
+        Some(TrainingError::ParameterOutsideUnit { unit, parameter: recorded.parameter.clone() })
     }
 
     /// Returns an error for the first recorded leaf in the graph of a loss, if any.
     pub(crate) fn find_in_graph(&self, loss: &Tensor) -> Option<TrainingError> {
-        // Skip the walk over all operations of the loss outside units.
+        // Avoids a walk over the graph of the loss.
         if self.0.is_empty() {
             return None;
         }

@@ -13,23 +13,26 @@ pub(crate) type Order = Arc<[String]>;
 pub(crate) struct Prefetcher<P> {
     /// Number of units to prefetch.
     depth: usize,
-    /// The order of an earlier batch; empty if there was none or this batch deviates from it.
+    /// The order of an earlier batch; empty if there was no earlier batch, or if this batch
+    /// deviates from the order.
     expected: Order,
-    /// Number of expected units with a started all-gather.
-    n_begun: usize,
-    under_way: VecDeque<P>,
+    /// Number of units in `expected` whose all-gathers were started.
+    n_started: usize,
+    /// All-gathers of prefetched units, in the order of the units.
+    in_flight: VecDeque<P>,
     /// Units gathered by this batch so far.
     gathered: Vec<String>,
 }
 
-/// Actions before waiting for a unit.
+/// The actions to take when a unit is entered, before waiting for its all-gather.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct PrefetchStep<P> {
     /// The unit's all-gather, if it was prefetched.
-    pub(crate) begun: Option<P>,
-    /// Prefetched units that this batch does not need now. They must still be waited for.
-    pub(crate) dropped: Vec<P>,
-    /// Units to prefetch after this unit's all-gather.
+    pub(crate) prefetched: Option<P>,
+    /// Prefetched units that this batch does not need now. Their all-gathers must still be
+    /// finished.
+    pub(crate) unneeded: Vec<P>,
+    /// Units to prefetch, after the all-gather of this unit is started.
     pub(crate) next: Vec<String>,
 }
 
@@ -37,8 +40,8 @@ impl<P> Prefetcher<P> {
     pub(crate) fn new(depth: usize, expected: Order) -> Self {
         // Without capacity for `depth` units, because `depth` may be far more than the number of
         // units.
-        let under_way = VecDeque::new();
-        Self { depth, expected, n_begun: 0, under_way, gathered: Vec::new() }
+        let in_flight = VecDeque::new();
+        Self { depth, expected, n_started: 0, in_flight, gathered: Vec::new() }
     }
 
     /// Returns true if any units are prefetched.
@@ -51,26 +54,26 @@ impl<P> Prefetcher<P> {
     pub(crate) fn enter_unit(&mut self, unit: &str) -> PrefetchStep<P> {
         let position = self.gathered.len();
         self.gathered.push(unit.to_owned());
-        let mut dropped = Vec::new();
+        let mut unneeded = Vec::new();
         if self.expected.get(position).is_none_or(|expected| expected != unit) {
             self.expected = Order::default();
-            dropped = self.rest();
+            unneeded = self.take_in_flight();
         }
-        let begun = self.under_way.pop_front();
-        let from = self.n_begun.max(position + 1).min(self.expected.len());
+        let prefetched = self.in_flight.pop_front();
+        let from = self.n_started.max(position + 1).min(self.expected.len());
         let to = (position + 1).saturating_add(self.depth).min(self.expected.len());
-        self.n_begun = to;
-        PrefetchStep { begun, dropped, next: self.expected[from..to].to_vec() }
+        self.n_started = to;
+        PrefetchStep { prefetched, unneeded, next: self.expected[from..to].to_vec() }
     }
 
     /// Adds the all-gather of the next prefetched unit.
-    pub(crate) fn begin(&mut self, under_way: P) {
-        self.under_way.push_back(under_way);
+    pub(crate) fn push_in_flight(&mut self, in_flight: P) {
+        self.in_flight.push_back(in_flight);
     }
 
-    /// Removes and returns the unused all-gathers.
-    pub(crate) fn rest(&mut self) -> Vec<P> {
-        mem::take(&mut self.under_way).into()
+    /// Removes and returns the unused all-gathers in flight.
+    pub(crate) fn take_in_flight(&mut self) -> Vec<P> {
+        mem::take(&mut self.in_flight).into()
     }
 
     /// Returns the order in which this batch gathered units.
@@ -87,13 +90,13 @@ mod tests {
     fn run(prefetcher: &mut Prefetcher<String>, units: &[&str]) -> Vec<String> {
         let mut log = Vec::new();
         for unit in units {
-            let PrefetchStep { begun, dropped, next } = prefetcher.enter_unit(unit);
-            assert!(begun.is_none_or(|begun| begun == *unit));
-            let text = format!("{unit}: -{} +{}", dropped.join(" "), next.join(" "));
+            let PrefetchStep { prefetched, unneeded, next } = prefetcher.enter_unit(unit);
+            assert!(prefetched.is_none_or(|prefetched| prefetched == *unit));
+            let text = format!("{unit}: -{} +{}", unneeded.join(" "), next.join(" "));
             for unit in next {
-                prefetcher.begin(unit);
+                prefetcher.push_in_flight(unit);
             }
-            assert!(prefetcher.under_way.len() <= prefetcher.depth);
+            assert!(prefetcher.in_flight.len() <= prefetcher.depth);
             log.push(text);
         }
         log
@@ -116,7 +119,7 @@ mod tests {
         let mut two = Prefetcher::new(2, known);
         let expected = ["a: - +b c", "b: - +c", "c: - +b", "c: - +a", "b: - +", "a: - +"];
         assert_eq!(run(&mut two, &BOTH), expected);
-        assert!(one.rest().is_empty() && two.rest().is_empty());
+        assert!(one.take_in_flight().is_empty() && two.take_in_flight().is_empty());
     }
 
     #[test]
@@ -127,7 +130,7 @@ mod tests {
         assert_eq!(other.order(), order(&["a", "c", "c", "a"]));
         let mut shorter = Prefetcher::new(1, order(&BOTH));
         run(&mut shorter, &["a", "b"]);
-        assert_eq!(shorter.rest(), ["c"]);
+        assert_eq!(shorter.take_in_flight(), ["c"]);
         let mut longer = Prefetcher::new(1, order(&["a"]));
         assert_eq!(run(&mut longer, &["a", "b"]), ["a: - +", "b: - +"]);
     }

@@ -165,8 +165,8 @@ fn is_under_any(name: &str, prefixes: &[String]) -> bool {
     prefixes.iter().any(|prefix| inner_name(name, prefix).is_some())
 }
 
-/// Returns the rest of a name after the components of `prefix`, or `None` if it does not begin with
-/// them.
+/// Returns the rest of a name after the components of `prefix`, or `None` if the name does not
+/// begin with these components.
 fn inner_name<'a>(name: &'a str, prefix: &str) -> Option<&'a str> {
     let rest = name.strip_prefix(prefix)?;
     if rest.is_empty() { Some(rest) } else { rest.strip_prefix('.') }

@@ -14,7 +14,7 @@ use pmap_mesh::Replica;
 use crate::{
     agreement::{self, halves},
     error::{Error, training::TrainingError},
-    grad::{corrected, widened},
+    grad::{correct_gradient, widen},
     loss::{Loss, ShardLoss},
     precision::is_half,
     sharded::units::PendingGather,
@@ -25,7 +25,7 @@ use crate::{
         freed::{FreedParams, UnitPass},
         keep::Keep,
         model::{Model, Unit, UnitMember},
-        outside::GivenParameters,
+        outside::RecordedLeaves,
         prefetch::{Order, PrefetchStep, Prefetcher},
         swap_storage::{free_storage, swap_storage},
     },
@@ -40,15 +40,15 @@ pub(crate) struct Session {
     common: Arc<PassContext>,
     /// Updates parameters as soon as their gradients are final.
     updates: Option<Arc<dyn UpdatesInBackward>>,
-    /// Whether the graph is recorded only to find parameters used outside their units.
+    /// Whether this run of the loss only searches for parameters that are used outside their units.
     is_search: bool,
-    /// An input of every operation that has gradients to reduce, because candle records no
-    /// operation if all inputs are integers or untracked.
+    /// An input of every operation with gradients to reduce. Without it, candle would not record an
+    /// operation whose inputs are all integers or untracked.
     anchor: Var,
     prefetcher: Mutex<Prefetcher<PendingGather>>,
     backward: Mutex<BackwardState>,
     /// Leaves of units that no step has trained yet.
-    given: Mutex<GivenParameters>,
+    recorded_leaves: Mutex<RecordedLeaves>,
 }
 
 /// Data shared by the replicas of a process during a batch.
@@ -65,10 +65,10 @@ pub(crate) struct PassContext {
 pub(crate) struct Gradients {
     /// The sums over all slots, for each of this slot's shards that is not updated yet.
     pub(crate) sums: Vec<Option<Tensor>>,
-    /// Unreduced gradients.
-    pub(crate) whole: UnreducedGrads,
-    /// Whether each trained variable of the model has a gradient on this slot, in the order of
-    /// names.
+    /// Gradients that are not yet summed over the slots.
+    pub(crate) unreduced: UnreducedGrads,
+    /// For each trained variable of the model, in the order of names, whether it has a gradient on
+    /// this slot.
     pub(crate) used: Vec<bool>,
 }
 
@@ -105,12 +105,12 @@ impl Session {
                 Arc::clone(&common.order),
             )),
             backward: Mutex::default(),
-            given: Mutex::default(),
+            recorded_leaves: Mutex::default(),
         }))
     }
 
     /// Returns a session for another run of this batch's loss, which frees no parameters.
-    pub(crate) fn search(&self) -> Result<Arc<Self>> {
+    pub(crate) fn search_session(&self) -> Result<Arc<Self>> {
         Self::with_search(&self.ctx, &self.common, None, true)
     }
 
@@ -121,7 +121,7 @@ impl Session {
     /// Returns the unit of this name, and records that it is entered.
     pub(crate) fn enter(&self, name: &str) -> Result<&Unit> {
         let unit = self.find(name)?;
-        self.backward().entered.insert(name.to_owned());
+        self.backward().entered_units.insert(name.to_owned());
         Ok(unit)
     }
 
@@ -129,7 +129,7 @@ impl Session {
     pub(crate) fn find(&self, name: &str) -> Result<&Unit> {
         self.model().units.get(name).ok_or_else(|| {
             let units = self.model().units.keys().cloned().collect();
-            self.refuse(TrainingError::UnknownUnit { unit: name.to_owned(), units })
+            self.record_local(TrainingError::UnknownUnit { unit: name.to_owned(), units })
         })
     }
 
@@ -149,15 +149,15 @@ impl Session {
         self.rules().goal.differentiates()
     }
 
-    /// Returns true if the unit's recomputation must be checked for the same result. The number of
-    /// steps does not decide, because a resumed run may have been trained by a model that does not
-    /// recompute units.
+    /// Returns true if recomputing the unit must be checked to give the same result: until a step
+    /// of this model has trained the unit. The number of steps does not decide, because a resumed
+    /// run may have been trained by a model that does not recompute units.
     pub(crate) fn checks_determinism(&self, unit: &str) -> bool {
         !self.model().is_repeatable(unit)
     }
 
-    /// Returns true if a pass through a unit that no step has trained yet may free its parameters.
-    pub(crate) fn may_free_unproven(&self) -> bool {
+    /// Returns true if this pass may free parameters of a unit that no step has trained yet.
+    pub(crate) fn may_free_untrained(&self) -> bool {
         if !self.is_training() || self.is_search() {
             return false;
         }
@@ -167,19 +167,22 @@ impl Session {
 
     /// Returns an error if a loss uses a parameter outside the function of its unit.
     pub(crate) fn check_outside<A>(&self, loss: &Loss<A>) -> Result<()> {
-        let found = self.given().find_in_graph(loss.value());
-        found.map_or(Ok(()), |error| Err(self.refuse(error)))
+        let found = self.recorded_leaves().find_in_graph(loss.value());
+        found.map_or(Ok(()), |error| Err(self.record_local(error)))
     }
 
-    /// Returns the error of a unit whose function uses variables that are not its own.
-    pub(crate) fn refuse_captured(&self, unit: &str, variables: &[&Tensor]) -> candle_core::Error {
-        let outside = self.given().find(variables.iter().copied());
-        self.refuse(outside.unwrap_or_else(|| TrainingError::Captured { unit: unit.to_owned() }))
+    /// Records and returns the error of a unit whose function uses variables that do not belong to
+    /// the unit.
+    pub(crate) fn record_captured(&self, unit: &str, variables: &[&Tensor]) -> candle_core::Error {
+        let outside = self.recorded_leaves().find(variables.iter().copied());
+        self.record_local(
+            outside.unwrap_or_else(|| TrainingError::Captured { unit: unit.to_owned() }),
+        )
     }
 
-    /// Records an error that only this replica detects.
-    pub(crate) fn refuse(&self, error: TrainingError) -> candle_core::Error {
-        self.rules().refusal.alone(error)
+    /// Records an error that only this replica detects, and returns an error to fail with.
+    pub(crate) fn record_local(&self, error: TrainingError) -> candle_core::Error {
+        self.rules().errors.record_local(error)
     }
 
     /// Gathers the full parameters of a unit, by name.
@@ -187,40 +190,40 @@ impl Session {
     /// Also starts the all-gathers of the next expected units if prefetching is on.
     pub(crate) fn gather(&self, unit: &str) -> Result<BTreeMap<String, Var>> {
         let Model { vars, .. } = self.model();
-        let PrefetchStep { begun, dropped, next } = self.prefetcher().enter_unit(unit);
+        let PrefetchStep { prefetched, unneeded, next } = self.prefetcher().enter_unit(unit);
         if !self.prefetcher().is_on() {
             return vars.gather_unit(&self.ctx, unit);
         }
-        self.drop_gathered(dropped)?;
-        let under_way = match begun {
-            Some(begun) => begun,
+        self.finish_unneeded(unneeded)?;
+        let pending = match prefetched {
+            Some(pending) => pending,
             None => vars.start_gather_unit(&self.ctx, unit)?,
         };
-        for unit in &next {
-            let under_way = vars.start_gather_unit(&self.ctx, unit)?;
-            self.prefetcher().begin(under_way);
+        for next_unit in &next {
+            let next_pending = vars.start_gather_unit(&self.ctx, next_unit)?;
+            self.prefetcher().push_in_flight(next_pending);
         }
-        vars.finish_gather_unit(&self.ctx, under_way)
+        vars.finish_gather_unit(&self.ctx, pending)
     }
 
-    /// Waits for unused prefetched units, because a started collective must be waited for.
-    fn drop_gathered(&self, dropped: Vec<PendingGather>) -> Result<()> {
+    /// Finishes the all-gathers of unneeded units, because a started collective must be waited for.
+    fn finish_unneeded(&self, unneeded: Vec<PendingGather>) -> Result<()> {
         let vars = &self.model().vars;
-        dropped.into_iter().try_for_each(|unit| vars.finish_gather_unit(&self.ctx, unit).map(drop))
+        unneeded.into_iter().try_for_each(|unit| vars.finish_gather_unit(&self.ctx, unit).map(drop))
     }
 
     /// Ends the gathering of a batch by dropping prefetched units that were not used.
     pub(crate) fn finish_gathering(&self) -> Result<()> {
-        let rest = self.prefetcher().rest();
-        self.drop_gathered(rest)
+        let rest = self.prefetcher().take_in_flight();
+        self.finish_unneeded(rest)
     }
 
     /// Waits for all collectives in flight if all replicas end a batch early.
     pub(crate) fn abandon(&self) -> Result<()> {
         self.finish_gathering()?;
         // Taken first, so that the lock is not held while waiting.
-        let under_way = self.backward().under_way.take();
-        match under_way {
+        let in_flight = self.backward().in_flight.take();
+        match in_flight {
             Some(sums) => self.model().vars.finish_reduce_parts(&self.ctx, sums).map(drop),
             None => Ok(()),
         }
@@ -228,8 +231,9 @@ impl Session {
 
     /// Returns an error on all slots if the slots of a shard group entered different units.
     ///
-    /// With prefetching, the collectives do not detect this: all slots start to gather a unit that
-    /// one slot skips, and the others prefetch the unit that this slot gathers instead.
+    /// With prefetching, the collectives do not detect this: if one slot skips a unit, it has
+    /// prefetched this unit like all slots, and the other slots prefetch the unit that it gathers
+    /// instead.
     pub(crate) fn check_order(&self) -> Result<()> {
         if !self.prefetcher().is_on() {
             return Ok(());
@@ -239,26 +243,27 @@ impl Session {
         for unit in order.iter() {
             fingerprint.write_bytes(unit.as_bytes());
         }
-        let orders = agreement::words(&self.ctx, &halves(fingerprint.finish()))?;
+        let orders = agreement::gather_words(&self.ctx, &halves(fingerprint.finish()))?;
         let group_size = self.model().vars.plan().shard_group().as_usize();
         let first_of_group = |slot: usize| slot / group_size * group_size;
-        let other = (0..orders.len()).find(|&slot| orders[slot] != orders[first_of_group(slot)]);
-        match other {
-            Some(slot) => Err(self.other_units(&order, first_of_group(slot), slot)?),
+        let different =
+            (0..orders.len()).find(|&slot| orders[slot] != orders[first_of_group(slot)]);
+        match different {
+            Some(slot) => Err(self.order_error(&order, first_of_group(slot), slot)?),
             None => Ok(()),
         }
     }
 
-    /// Exchanges the orders and returns the error of two slots that entered different units;
-    /// `order` is this slot's order.
+    /// Exchanges the orders, and returns the error of the slots `left` and `right`, which entered
+    /// different units; `order` is this slot's order.
     #[expect(clippy::expect_used, reason = "all slots send indices of the same units")]
-    fn other_units(&self, order: &Order, left: usize, right: usize) -> Result<candle_core::Error> {
+    fn order_error(&self, order: &Order, left: usize, right: usize) -> Result<candle_core::Error> {
         let names: Vec<&String> = self.model().units.keys().collect();
         let here: Vec<u64> = order
             .iter()
             .map(|unit| names.binary_search(&unit).expect("a unit of the model") as u64)
             .collect();
-        let orders = agreement::lists(&self.ctx, &here)?;
+        let orders = agreement::gather_lists(&self.ctx, &here)?;
         let units_of = |slot: usize| {
             orders[slot]
                 .iter()
@@ -274,7 +279,7 @@ impl Session {
             right,
             right_units: units_of(right),
         };
-        Ok(self.rules().refusal.agreed(error))
+        Ok(self.rules().errors.record_agreed(error))
     }
 
     /// Returns the units that this batch gathered, in order.
@@ -282,16 +287,16 @@ impl Session {
         self.prefetcher().order()
     }
 
-    /// Frees the parameters in a unit's kept graph as soon as no slot of this process computes with
-    /// them.
+    /// Frees the parameters in a unit's kept graph. Parameters that several slots of this process
+    /// share are freed by the last of these slots.
     pub(crate) fn free_parameters(
         &self,
         name: &str,
         gathered: &BTreeMap<String, Var>,
     ) -> Result<UnitPass> {
         let vars = &self.model().vars;
-        let sharing = vars.sharing(&self.ctx);
-        let pass = UnitPass { first: sharing[0], n_before: self.backward().next_freed() };
+        let sharing = vars.sharing_slots(&self.ctx);
+        let pass = UnitPass { first: sharing[0], n_before: self.backward().next_freed_pass() };
         let (shared, own) = vars.split_shared(name, gathered)?;
         own.into_iter().try_for_each(|name| free_storage(&gathered[name]))?;
         let shared = shared.into_iter().map(|name| &gathered[name]);
@@ -299,35 +304,36 @@ impl Session {
         Ok(pass)
     }
 
-    /// Restores the memory of the parameters in a kept graph.
-    pub(crate) fn refill(
+    /// Restores the memory of the parameters `kept` in a unit's graph, by gathering them again.
+    pub(crate) fn restore_parameters(
         &self,
         name: &str,
         pass: UnitPass,
         kept: &BTreeMap<String, Var>,
     ) -> Result<()> {
-        let again = self.gather(name)?;
+        let gathered = self.gather(name)?;
         let (shared, own) = self.model().vars.split_shared(name, kept)?;
-        own.into_iter().try_for_each(|name| swap_storage(&kept[name], &again[name]))?;
-        let shared = shared.into_iter().map(|name| (&kept[name], &again[name]));
+        own.into_iter().try_for_each(|name| swap_storage(&kept[name], &gathered[name]))?;
+        let shared = shared.into_iter().map(|name| (&kept[name], &gathered[name]));
         self.common.freed.restore(pass, shared)
     }
 
-    /// Returns the builder of a unit's layers. Trained parameters are in the graph if `records`.
+    /// Returns the builder of a unit's layers. If `has_graph`, the trained parameters are leaves of
+    /// candle's graph.
     pub(crate) fn builder(
         &self,
         name: &str,
         unit: &Unit,
         gathered: &BTreeMap<String, Var>,
-        records: bool,
+        has_graph: bool,
     ) -> VarBuilder<'static> {
-        let is_noted = records && (self.checks_determinism(name) || self.is_search());
+        let records_leaves = self.checks_determinism(name) || self.is_search();
         let mut inner = Vec::new();
         for UnitMember { names, trained, .. } in &unit.members {
             let var = &gathered[&names.name];
-            let is_leaf = records && (trained.is_some() || self.is_search());
-            if is_leaf && is_noted {
-                self.given().add(var, name, &names.name);
+            let is_leaf = has_graph && (trained.is_some() || self.is_search());
+            if is_leaf && records_leaves {
+                self.recorded_leaves().add(var, name, &names.name);
             }
             let tensor = if is_leaf { var.as_tensor().clone() } else { var.as_detached_tensor() };
             inner.push((names.inner_name.clone(), tensor));
@@ -337,15 +343,16 @@ impl Session {
     }
 
     /// Returns an error if the step has not started the backward pass of a unit.
-    pub(crate) fn check_under_way(&self, unit: &str) -> Result<()> {
-        if self.backward().is_under_way {
+    pub(crate) fn check_started(&self, unit: &str) -> Result<()> {
+        if self.backward().has_started {
             return Ok(());
         }
-        Err(self.differentiated(unit, "by the loss itself"))
+        Err(self.differentiated_error(unit, "by the loss itself"))
     }
 
-    pub(crate) fn differentiated(&self, unit: &str, how: &'static str) -> candle_core::Error {
-        self.refuse(TrainingError::Differentiated { unit: unit.to_owned(), how })
+    /// Records and returns the error of a unit that is not differentiated exactly once by the step.
+    pub(crate) fn differentiated_error(&self, unit: &str, how: &'static str) -> candle_core::Error {
+        self.record_local(TrainingError::Differentiated { unit: unit.to_owned(), how })
     }
 
     /// Records a pass through a unit with gradients to reduce.
@@ -353,7 +360,8 @@ impl Session {
         *self.backward().expected.entry(unit.to_owned()).or_default() += 1;
     }
 
-    /// Takes the parameters of a pass through a unit, and their gradients on this slot.
+    /// Ends the backward pass of a unit: frees its parameters, and reduces their gradients or
+    /// stores them for a later batch.
     pub(crate) fn leave(
         &self,
         unit: &str,
@@ -364,27 +372,27 @@ impl Session {
         for (_, member) in self.model().units[unit].trained() {
             let name = &member.names.name;
             if let Some(grad) = grads.remove(&gathered[name]) {
-                own.insert(name.clone(), self.share(&grad)?);
+                own.insert(name.clone(), self.correct(&grad)?);
             }
         }
         // Freed as early as possible, because memory use peaks here.
         drop((gathered, grads));
         self.backward().mark_used(own.keys());
         if self.defers_reduction() {
-            return self.backward().whole.add(unit, own);
+            return self.backward().unreduced.add(unit, own);
         }
         self.reduce(unit, own)
     }
 
-    /// Returns the contribution of a local gradient to the sum.
-    fn share(&self, grad: &Tensor) -> Result<Tensor> {
+    /// Returns the contribution of a local gradient to the sum over the slots.
+    fn correct(&self, grad: &Tensor) -> Result<Tensor> {
         let (is_empty, rest) = {
             let backward = self.backward();
             (backward.is_empty, backward.rest)
         };
         // Made contiguous one at a time: gradients of linear weights may be transposed views, and
         // the reduction would otherwise copy all of them at once.
-        corrected(widened(grad)?.contiguous()?, is_empty, rest)
+        correct_gradient(widen(grad)?.contiguous()?, is_empty, rest)
     }
 
     /// Returns true if gradients stay unreduced until a later batch.
@@ -396,19 +404,19 @@ impl Session {
     /// Reduces the gradients of a unit's parameters over all slots, together with earlier unreduced
     /// gradients. With prefetching, the reduction overlaps with the backward pass.
     fn reduce(&self, unit: &str, mut own: BTreeMap<String, Tensor>) -> Result<()> {
-        let mut whole = mem::take(&mut self.backward().whole);
-        whole.units.remove(unit);
+        let mut unreduced = mem::take(&mut self.backward().unreduced);
+        unreduced.units.remove(unit);
         let mut all = BTreeMap::new();
         for (_, member) in self.model().units[unit].trained() {
             let name = &member.names.name;
-            let grad = match (whole.grads.remove(name), own.remove(name)) {
+            let grad = match (unreduced.grads.remove(name), own.remove(name)) {
                 (Some(before), Some(grad)) => (before + grad)?,
                 (Some(grad), None) | (None, Some(grad)) => grad,
                 (None, None) => Tensor::zeros(&*member.shape, member.dtype, self.ctx.device())?,
             };
             all.insert(name.clone(), grad);
         }
-        self.backward().whole = whole;
+        self.backward().unreduced = unreduced;
         let vars = &self.model().vars;
         if !self.prefetcher().is_on() {
             let sums = vars.reduce_parts(&self.ctx, unit, |name| all.remove(name))?;
@@ -416,16 +424,16 @@ impl Session {
         }
         // Only one reduction is in flight, so that only one unit's gradients wait in memory.
         self.finish_reducing()?;
-        let under_way = vars.start_reduce_parts(&self.ctx, unit, |name| all.remove(name))?;
-        self.backward().under_way = Some(under_way);
+        let in_flight = vars.start_reduce_parts(&self.ctx, unit, |name| all.remove(name))?;
+        self.backward().in_flight = Some(in_flight);
         Ok(())
     }
 
     /// Waits for the reduction in flight.
     fn finish_reducing(&self) -> Result<()> {
-        let Some(under_way) = self.backward().under_way.take() else { return Ok(()) };
-        let unit = under_way.unit.clone();
-        let sums = self.model().vars.finish_reduce_parts(&self.ctx, under_way)?;
+        let Some(in_flight) = self.backward().in_flight.take() else { return Ok(()) };
+        let unit = in_flight.unit.clone();
+        let sums = self.model().vars.finish_reduce_parts(&self.ctx, in_flight)?;
         self.apply_sums(&unit, sums)
     }
 
@@ -435,25 +443,25 @@ impl Session {
         match &self.updates {
             Some(updates) => {
                 self.backward().leave(unit);
-                let known = self.backward().known(self.model(), unit);
-                self.update(&**updates, &known)
+                let ready = self.backward().take_ready(self.model(), unit);
+                self.update(&**updates, &ready)
             }
             None => Ok(()),
         }
     }
 
-    /// Differentiates a shard's sum divided by `scale` through all units that it entered; `whole`
-    /// are unreduced gradients of earlier batches.
+    /// Differentiates a shard's sum divided by `scale` through all units that it entered;
+    /// `unreduced` are unreduced gradients of earlier batches.
     pub(crate) fn differentiate(
         &self,
         shard: ShardLoss,
         scale: f64,
-        whole: UnreducedGrads,
+        unreduced: UnreducedGrads,
     ) -> Result<Gradients> {
         let halves = is_half(shard.dtype()) || self.model().has_halves();
         let is_empty = shard.is_empty();
-        let (sum, rest) = shard.share(scale, halves)?;
-        self.backward().begin(whole, is_empty, rest);
+        let (sum, rest) = shard.into_scaled_sum(scale, halves)?;
+        self.backward().begin(unreduced, is_empty, rest);
         sum.backward()?;
         drop(sum);
         self.finish()?;
@@ -462,7 +470,7 @@ impl Session {
         Ok(Gradients {
             sums: (0..n_parts).map(|part| backward.sums.remove(&part)).collect(),
             used: backward.used_flags(self.model()),
-            whole: backward.whole,
+            unreduced: backward.unreduced,
         })
     }
 
@@ -470,14 +478,14 @@ impl Session {
     fn finish(&self) -> Result<()> {
         self.finish_gathering()?;
         if !self.defers_reduction() {
-            // Units that only earlier batches entered.
-            let units = self.backward().whole.units.clone();
+            // These are units that only earlier batches entered.
+            let units = self.backward().unreduced.units.clone();
             units.iter().try_for_each(|unit| self.reduce(unit, BTreeMap::new()))?;
         }
         self.finish_reducing()?;
         match &self.updates {
             Some(updates) => {
-                let rest = self.backward().rest_of(self.model());
+                let rest = self.backward().take_rest(self.model());
                 self.update(&**updates, &rest)?;
                 updates.finish()
             }
@@ -486,8 +494,8 @@ impl Session {
     }
 
     /// Updates the parameters with final gradients.
-    fn update(&self, updates: &dyn UpdatesInBackward, known: &ReadyGrads) -> Result<()> {
-        if known.trained.is_empty() {
+    fn update(&self, updates: &dyn UpdatesInBackward, ready: &ReadyGrads) -> Result<()> {
+        if ready.trained.is_empty() {
             return Ok(());
         }
         let mut sums = mem::take(&mut self.backward().sums);
@@ -502,17 +510,19 @@ impl Session {
     }
 
     /// Returns an error for the first update if its batches did not enter all trained units;
-    /// `entered` are the units of all these batches.
+    /// `entered` are the units that all these batches entered.
     pub(crate) fn check_entered(&self, entered: &BTreeSet<String>) -> Result<()> {
-        let is_first_update = self.rules().goal == Goal::Update && self.rules().all_used;
-        let refused = is_first_update.then(|| self.model().not_entered(entered)).flatten();
-        // All slots entered the same units, so all return the same error.
-        refused.map_or(Ok(()), |error| Err(self.rules().refusal.agreed(error)))
+        let is_first_update = self.rules().goal == Goal::Update && self.rules().must_use_all;
+        if is_first_update && let Some(error) = self.model().not_entered(entered) {
+            // All slots entered the same units, so all return the same error.
+            return Err(self.rules().errors.record_agreed(error));
+        }
+        Ok(())
     }
 
     /// Returns the names of the units that the loss entered.
-    pub(crate) fn entered(&self) -> Vec<String> {
-        self.backward().entered.iter().cloned().collect()
+    pub(crate) fn entered_units(&self) -> Vec<String> {
+        self.backward().entered_units.iter().cloned().collect()
     }
 
     /// Locks the prefetcher; never held during a collective.
@@ -521,8 +531,8 @@ impl Session {
     }
 
     /// Locks the recorded leaves, only to add or to search.
-    fn given(&self) -> MutexGuard<'_, GivenParameters> {
-        self.given.lock().unwrap_or_else(PoisonError::into_inner)
+    fn recorded_leaves(&self) -> MutexGuard<'_, RecordedLeaves> {
+        self.recorded_leaves.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Locks the state of the backward pass; never held during a computation or a wait.

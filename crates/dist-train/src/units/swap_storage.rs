@@ -1,5 +1,5 @@
-//! Exchange of two tensors' storages, which takes memory away from graphs of candle and restores
-//! it.
+//! Exchange of two tensors' storages. It frees memory that a graph of candle uses, and restores
+//! this memory later.
 
 use std::{cell::Cell, mem, ptr};
 

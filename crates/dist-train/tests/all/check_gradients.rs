@@ -87,15 +87,16 @@ fn right_model_passes_unchanged() {
 
 #[test]
 fn dropout_must_use_replica_numbers() {
-    let drawn = |ctx: &Replica, net: &Net, x: Tensor| {
+    let drawn = model(2).check_gradients(batch(8), |ctx: &Replica, net: &Net, x| {
         net.loss(&x, |x| {
             let kept = ctx.rng().bernoulli(0.5, x.shape())?.to_dtype(x.dtype())?;
             x * kept
         })
-    };
-    model(2).check_gradients(batch(8), drawn).unwrap();
-    let candle_dropout = |_: &Replica, net: &Net, x: Tensor| net.loss(&x, |x| dropout(&x, 0.5));
-    let error = model(2).check_gradients(batch(8), candle_dropout).unwrap_err();
+    });
+    drawn.unwrap();
+    let candle_dropout = model(2)
+        .check_gradients(batch(8), |_: &Replica, net: &Net, x| net.loss(&x, |x| dropout(&x, 0.5)));
+    let error = candle_dropout.unwrap_err();
     assert!(matches!(error, Error::Gradient(GradientError::NotRepeatable { .. })), "{error}");
 }
 
@@ -118,9 +119,11 @@ fn nan_loss_ends_the_check() {
 
 #[test]
 fn missing_backward_is_found() {
-    let cut = |_: &Replica, net: &Net, x: Tensor| net.loss(&x, |x| &x + x.detach().sqr()?);
     for slots in [1, 3] {
-        let error = model(slots).check_gradients(batch(10), cut).unwrap_err();
+        let cut = model(slots).check_gradients(batch(10), |_: &Replica, net: &Net, x| {
+            net.loss(&x, |x| &x + x.detach().sqr()?)
+        });
+        let error = cut.unwrap_err();
         let Error::Gradient(GradientError::Wrong { wrong, prefixes: 3 }) = error else {
             panic!("{error}")
         };
@@ -131,9 +134,9 @@ fn missing_backward_is_found() {
 
 #[test]
 fn attached_tensors_are_ignored() {
-    let with_rows = |_: &Replica, net: &Net, x: Tensor| {
+    let with_rows = model(2).check_gradients(batch(8), |_: &Replica, net: &Net, x| {
         let rows = Tensor::new(x.dim(0)? as f32, x.device())?;
         Ok(Loss::mean(net.loss(&x, Ok)?).with(rows))
-    };
-    model(2).check_gradients(batch(8), with_rows).unwrap();
+    });
+    with_rows.unwrap();
 }

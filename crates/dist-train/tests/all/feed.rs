@@ -35,15 +35,14 @@ fn early_batches_wait_their_turn() {
     let (finished, first_may) = mpsc::channel();
     let first_may = Mutex::new(first_may);
     // The first batch waits until the second is ready.
-    let make = move |item: usize| {
+    let fed = feed(0..2).threads(2).collate(move |item: usize| {
         match item {
             0 => first_may.lock().unwrap().recv().unwrap(),
             _ => finished.send(()).unwrap(),
         }
         item
-    };
-    let fed = feed(0..2).threads(2).collate(make).unwrap();
-    assert_eq!(fed.collect::<Vec<_>>(), [0, 1]);
+    });
+    assert_eq!(fed.unwrap().collect::<Vec<_>>(), [0, 1]);
 }
 
 #[test]
@@ -76,12 +75,12 @@ fn default_depth_is_two_per_thread() {
 #[test]
 fn errors_and_panics_keep_their_order() {
     for threads in 0..3 {
-        let make = |item: usize| match item {
+        let fed = feed(0..6).threads(threads).depth(6).collate(|item: usize| match item {
             2 => Err("no such text"),
             4 => panic!("batch {item}"),
             _ => Ok(item),
-        };
-        let mut fed = feed(0..6).threads(threads).depth(6).collate(make).unwrap();
+        });
+        let mut fed = fed.unwrap();
         let mut next = || fed.next().unwrap();
         assert_eq!([next(), next(), next(), next()], [Ok(0), Ok(1), Err("no such text"), Ok(3)]);
         let panic = catch_unwind(AssertUnwindSafe(&mut next)).unwrap_err();
@@ -95,13 +94,13 @@ fn dropped_feed_starts_no_batch() {
     let gate = Arc::new(Barrier::new(3));
     let (sender, begun) = mpsc::channel();
     let at_gate = Arc::clone(&gate);
-    let make = move |item: usize| {
+    let fed = feed(0..20).threads(2).depth(6).collate(move |item: usize| {
         sender.send(item).unwrap();
         if item > 0 {
             at_gate.wait();
         }
-    };
-    let mut fed = feed(0..20).threads(2).depth(6).collate(make).unwrap();
+    });
+    let mut fed = fed.unwrap();
     fed.next();
     let mut first = received(&begun, 3);
     first.sort_unstable();

@@ -32,8 +32,8 @@ impl SeededDraws {
     }
 
     fn tensor(&mut self, shape: (usize, usize)) -> Tensor {
-        let mut unit = || (self.word() >> 12) as f64 / (1_u64 << 51) as f64 - 1.0;
-        let values: Vec<f64> = (0..shape.0 * shape.1).map(|_| unit()).collect();
+        let words = (0..shape.0 * shape.1).map(|_| self.word() >> 12);
+        let values: Vec<f64> = words.map(|word| word as f64 / (1_u64 << 51) as f64 - 1.0).collect();
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
     }
 }
@@ -91,18 +91,18 @@ fn bf16_gradients_pass_through_collectives() {
     let x = [[1_f32, 0.], [1., 0.], [1., 0.], [0., 1.], [0., 1.]];
     let x = Tensor::new(&x, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
     let w = Var::ones((1, 1), DType::BF16, &Device::Cpu).unwrap();
-    // The mean of the first column, times the sum of the second column times the parameter.
-    let mean = |ctx: &Replica, w: &Tensor, x: &Tensor| {
-        let here = x.narrow(1, 1, 1)?.contiguous()?.matmul(w)?.sum_all()?;
-        let all = ctx.pvary(&ctx.psum(&here, ALL)?, ALL)?;
-        let rows = ctx.valid_len().unwrap().max(1) as f64;
-        Ok(Loss::mean((x.narrow(1, 0, 1)?.broadcast_mul(&all)?.sum_all()? / rows)?))
-    };
     for (slots, uneven) in [(2, Uneven::Balanced), (3, Uneven::Balanced), (4, Uneven::Pad)] {
         let in_loss = w.clone();
         let mesh = DeviceMesh::cpu(slots).unwrap();
-        // Padding consists of zeros, which do not change the sum; the last of 4 slots has only padding.
-        let step = value_and_grad(&mesh, vec![w.clone()], move |ctx, x| mean(ctx, &in_loss, &x));
+        // The mean of the first column, times the sum of the second column times the parameter.
+        // Padding consists of zeros, which do not change the sum; the last of 4 slots has only
+        // padding.
+        let step = value_and_grad(&mesh, vec![w.clone()], move |ctx, x: Tensor| {
+            let here = x.narrow(1, 1, 1)?.contiguous()?.matmul(&in_loss)?.sum_all()?;
+            let all = ctx.pvary(&ctx.psum(&here, ALL)?, ALL)?;
+            let rows = ctx.valid_len().unwrap().max(1) as f64;
+            Ok(Loss::mean((x.narrow(1, 0, 1)?.broadcast_mul(&all)?.sum_all()? / rows)?))
+        });
         let (_, grads) = step.uneven(uneven).call(x.clone()).unwrap();
         let found = grads.get(&w).unwrap().to_vec2::<f32>().unwrap()[0][0];
         assert!((found / 1.2 - 1.0).abs() < 0.02, "{found} for 1.2 on {slots} slots");
@@ -120,6 +120,11 @@ fn pair() -> (Tensor, Tensor) {
     (x.clone(), x.sum_keepdim(1).unwrap())
 }
 
+/// Returns a loss with one weight per row, which is not a scalar.
+fn row_weighted(_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)) -> Result<Loss> {
+    Ok(Loss::sum(mse(&model.forward(&x)?, &y)?, y.ones_like()?))
+}
+
 #[test]
 fn invalid_losses_are_rejected() {
     let mut model = simple();
@@ -127,9 +132,8 @@ fn invalid_losses_are_rejected() {
         refused(model.step(pair(), |_: &Replica, _: &Linear, _| Tensor::new(0_u32, &Device::Cpu))),
         TrainingError::LossShape { slot: 0, shape: vec![], dtype: "u32".to_owned() }
     );
-    let rows = |_: &Replica, model: &Linear, (x, _): (Tensor, Tensor)| model.forward(&x);
     assert_eq!(
-        refused(model.step(pair(), rows)),
+        refused(model.step(pair(), |_, model, (x, _)| model.forward(&x))),
         TrainingError::LossShape { slot: 0, shape: vec![2, 1], dtype: "f32".to_owned() }
     );
     let weighing = |weight: f64| {
@@ -137,11 +141,8 @@ fn invalid_losses_are_rejected() {
             Ok(Loss::sum(mse(&model.forward(&x)?, &y)?, weight))
         }
     };
-    let rows = |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
-        Ok(Loss::sum(mse(&model.forward(&x)?, &y)?, y.ones_like()?))
-    };
     let shape = TrainingError::WeightShape { slot: 0, shape: vec![2, 1] };
-    assert_eq!(refused(model.step(pair(), rows)), shape);
+    assert_eq!(refused(model.step(pair(), row_weighted)), shape);
     assert_eq!(refused(model.step(pair(), weighing(0.0))), TrainingError::NoWeight);
     let negative = TrainingError::Weight { slot: 0, weight: -1.0 };
     assert_eq!(refused(model.step(pair(), weighing(-1.0))), negative);
@@ -156,12 +157,6 @@ fn invalid_losses_are_rejected() {
 #[test]
 fn weightless_shards_do_not_count() {
     let mut model = simple();
-    // Slot 1 has no weight, and its loss is NaN.
-    let first_only = |ctx: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
-        let loss = mse(&model.forward(&x)?, &y)?;
-        let slot = ctx.slot() as f64;
-        Ok(Loss::sum((loss / (1.0 - slot))?, 2.0 * (1.0 - slot)))
-    };
     let (x, y) = pair();
     let half = (x.narrow(0, 0, 2).unwrap(), y.narrow(0, 0, 2).unwrap());
     let expected = model
@@ -170,7 +165,13 @@ fn weightless_shards_do_not_count() {
             |_, model, (x, y)| mse(&model.forward(&x)?, &y),
         )
         .unwrap();
-    let step = model.step((x, y), first_only).unwrap();
+    // Slot 1 has no weight, and its loss is NaN.
+    let step = model.step((x, y), |ctx: &Replica, model: &Linear, (x, y)| {
+        let loss = mse(&model.forward(&x)?, &y)?;
+        let slot = ctx.slot() as f64;
+        Ok(Loss::sum((loss / (1.0 - slot))?, 2.0 * (1.0 - slot)))
+    });
+    let step = step.unwrap();
     assert!((step.loss * 2.0 - expected.loss).abs() < 1e-4 * expected.loss);
     assert!(step.grad_norm.is_finite());
     assert!((step.weight - 2.0).abs() < 1e-12);
@@ -205,11 +206,8 @@ fn weightless_batches_add_nothing() {
     }
     let mut model = simple();
     model.accumulate(pair(), weighing(0.0)).unwrap();
-    let rows = |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
-        Ok(Loss::sum(mse(&model.forward(&x)?, &y)?, y.ones_like()?))
-    };
     let shape = TrainingError::WeightShape { slot: 0, shape: vec![2, 1] };
-    assert_eq!(refused(model.step(pair(), rows)), shape);
+    assert_eq!(refused(model.step(pair(), row_weighted)), shape);
     assert_eq!(refused(model.step(pair(), weighing(0.0))), TrainingError::NoWeight);
     assert_eq!(refused(model.evaluate(pair(), weighing(0.0))), TrainingError::NoWeight);
 }
@@ -288,8 +286,7 @@ fn bf16_gradients_sum_in_f32() {
     let before =
         model.parameters().unwrap()["weight"].copy().unwrap().to_dtype(DType::F64).unwrap();
     let ones = Tensor::ones((8, 1), DType::BF16, &Device::Cpu).unwrap();
-    let sum = |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.sum_all();
-    let step = model.step(ones, sum).unwrap();
+    let step = model.step(ones, |_, model, x| model.forward(&x)?.sum_all()).unwrap();
     assert!((step.grad_norm - 64.0).abs() < 1e-9, "{}", step.grad_norm);
     let moved =
         (before - model.parameters().unwrap()["weight"].to_dtype(DType::F64).unwrap()).unwrap();
@@ -309,11 +306,11 @@ fn descended(dtype: DType, start: f32, grads: &[f32], lr: f64) -> f32 {
         .build(|group| Sgd::new(group.vars, ParamsSgd { lr, ..ParamsSgd::default() }))
         .unwrap();
     let slots = grads.len() as f64;
-    let sum = |_: &Replica, model: &Linear, x: Tensor| {
-        Ok(Loss::sum(model.forward(&x)?.sum_all()?, 1.0 / slots))
-    };
     let x = Tensor::new(grads, &Device::Cpu).unwrap().reshape((grads.len(), 1)).unwrap();
-    model.step(x.to_dtype(dtype).unwrap(), sum).unwrap();
+    let step = model.step(x.to_dtype(dtype).unwrap(), |_: &Replica, model: &Linear, x| {
+        Ok(Loss::sum(model.forward(&x)?.sum_all()?, 1.0 / slots))
+    });
+    step.unwrap();
     var.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap()[0][0]
 }
 

@@ -39,20 +39,24 @@ fn model(layout: usize, schedule: Schedule) -> ScheduledModel {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = DataParallel::builder(&mesh, build).by_units(UnitRules::new());
     let builder = builder.unit("head", ["head"]).schedule(schedule).group("bias", ["**.bias"]);
-    let rate = |name: &str| if name == "bias" { RATE / 2. } else { RATE };
-    LAYOUTS[layout](builder).build(|group| sgd(group.vars, rate(&group.name))).unwrap()
+    let model = LAYOUTS[layout](builder).build(|group| {
+        let rate = if group.name == "bias" { RATE / 2. } else { RATE };
+        sgd(group.vars, rate)
+    });
+    model.unwrap()
 }
 
 /// Returns the losses of ten steps with explicitly set rates.
 fn expected() -> Vec<u64> {
     let mut model = model(0, Schedule::constant());
-    let step = |step| {
+    let mut losses = Vec::new();
+    for step in 0..10 {
         let factor = schedule().factor(step);
         model.set_learning_rate(RATE * factor).unwrap();
         model.set_group_learning_rate("bias", RATE / 2. * factor).unwrap();
-        model.step(batch(), loss).unwrap().loss.to_bits()
-    };
-    (0..10).map(step).collect()
+        losses.push(model.step(batch(), loss).unwrap().loss.to_bits());
+    }
+    losses
 }
 
 #[test]

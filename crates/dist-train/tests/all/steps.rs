@@ -15,7 +15,7 @@ use dist_train::{
 use fsdp_plan::strategy::{Choice, Hybrid};
 use pmap_mesh::{DeviceMesh, Replica, ReplicaError, Uneven};
 
-use crate::support::{refused, saved};
+use crate::support::{layer, refused, saved};
 
 type Model = DistributedModel<Linear, SGD>;
 
@@ -70,17 +70,15 @@ fn nan_loss_prevents_the_update() {
 #[test]
 fn nan_gradients_are_named() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let build = |vb: VarBuilder<'_>| {
+    let builder = DataParallel::builder(&mesh, |vb: VarBuilder<'_>| {
         Ok((linear_no_bias(3, 1, vb.pp("a"))?, linear_no_bias(3, 1, vb.pp("b"))?))
-    };
-    let mut model =
-        DataParallel::builder(&mesh, build).build(|group| SGD::new(group.vars, 0.01)).unwrap();
+    });
+    let mut model = builder.build(|group| SGD::new(group.vars, 0.01)).unwrap();
     // The root has no finite slope at 0.
-    let loss = |ctx: &Replica, (a, b): &(Linear, Linear), x: Tensor| {
+    let error = refused(model.step(input(4), |ctx: &Replica, (a, b): &(Linear, Linear), x| {
         let x = if ctx.slot() == 1 { x.zeros_like()? } else { x };
         a.forward(&x)?.mean_all()? + b.forward(&x)?.abs()?.sqrt()?.mean_all()?
-    };
-    let error = refused(model.step(input(4), loss));
+    }));
     assert_eq!(
         error.to_string(),
         "the norm of the gradients is NaN, the gradient of b.weight is the first that is not finite"
@@ -92,13 +90,13 @@ fn nan_gradients_are_named() {
 fn check_failed(fails: impl Fn() -> Result<()> + Sync) -> Error {
     let (mut expected, mut found) = (model(2), model(2));
     let loss = |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.sqr()?.mean_all();
-    let failing = |ctx: &Replica, model: &Linear, x: Tensor| {
+    let failed = found.step(input(4), |ctx: &Replica, model: &Linear, x| {
         if ctx.slot() == 1 {
             fails()?;
         }
         loss(ctx, model, x)
-    };
-    let error = found.step(input(4), failing).unwrap_err();
+    });
+    let error = failed.unwrap_err();
     for _ in 0..2 {
         let expected = expected.step(input(4), loss).unwrap().loss;
         assert_eq!(found.step(input(4), loss).unwrap().loss.to_bits(), expected.to_bits());
@@ -125,14 +123,14 @@ fn panicking_loss_ends_only_the_step() {
 #[test]
 fn constructor_errors_are_returned() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let build = |_: VarBuilder<'_>| -> Result<Linear> { candle_core::bail!("no layers") };
-    let error =
-        DataParallel::builder(&mesh, build).build(|group| SGD::new(group.vars, 0.1)).unwrap_err();
+    let builder =
+        DataParallel::builder(&mesh, |_| -> Result<Linear> { candle_core::bail!("no layers") });
+    let error = builder.build(|group| SGD::new(group.vars, 0.1)).unwrap_err();
     assert!(matches!(error, Error::Model { .. }));
     assert_eq!(error.to_string(), "the model cannot be built: no layers");
 
-    let no_optimizer = |_: Group| -> Result<SGD> { candle_core::bail!("no\n rate") };
-    let error = DataParallel::builder(&mesh, |vb| linear(3, 1, vb)).build(no_optimizer);
+    let builder = DataParallel::builder(&mesh, |vb| linear(3, 1, vb));
+    let error = builder.build(|_| -> Result<SGD> { candle_core::bail!("no\n rate") });
     assert_eq!(error.unwrap_err().to_string(), "the model cannot be built: no rate");
 }
 
@@ -159,11 +157,12 @@ fn taken(drawn: &Drawn) -> Vec<Vec<f32>> {
 fn resumed_runs_draw_the_same_numbers() {
     let drawn = Drawn::default();
     let run = |model: &mut Model, batches: usize| -> Vec<Vec<f32>> {
-        let step = |_| {
+        let mut all = Vec::new();
+        for _ in 0..batches {
             model.step(input(4), drawing(&drawn)).unwrap();
-            taken(&drawn)
-        };
-        (0..batches).flat_map(step).collect()
+            all.extend(taken(&drawn));
+        }
+        all
     };
     let mut first = model(2);
     let all = run(&mut first, 6);
@@ -218,14 +217,14 @@ fn evaluation_records_no_graph() {
         let mut trained = model(slots);
         let x = Tensor::arange(0_f32, 15., &Device::Cpu).unwrap().reshape((5, 3)).unwrap();
         let x = (x / 15.0).unwrap();
-        let loss = |ctx: &Replica, model: &Linear, x: Tensor| {
+        let found = trained.evaluate(x.clone(), |ctx: &Replica, model: &Linear, x| {
             let x = x.narrow(0, 0, ctx.valid_len().unwrap())?;
             let y = model.forward(&x)?;
             assert!(!y.track_op(), "an evaluation records no operations");
             let positive = y.gt(-1e9)?.to_dtype(DType::F32)?.sum_all()?;
             Ok(Loss::mean(y.mean_all()?).with(positive))
-        };
-        let found = trained.evaluate(x.clone(), loss).unwrap();
+        });
+        let found = found.unwrap();
         let [weight, bias] = ["weight", "bias"].map(|name| trained.parameter(name).unwrap());
         let expected = Linear::new(weight, Some(bias)).forward(&x).unwrap().mean_all().unwrap();
         let expected = f64::from(expected.to_scalar::<f32>().unwrap());
@@ -246,12 +245,12 @@ fn evaluation_records_no_graph() {
 fn changed_aux_forms_are_rejected() {
     let mut trained = model(2);
     let loss = |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.mean_all();
-    let with_two = |_: &Replica, model: &Linear, x: Tensor| {
+    trained.accumulate(input(4), loss).unwrap();
+    let with_two = trained.step(input(4), |_: &Replica, model: &Linear, x| {
         let mean = model.forward(&x)?.mean_all()?;
         Ok(Loss::mean(mean.clone()).with((mean.clone(), mean)))
-    };
-    trained.accumulate(input(4), loss).unwrap();
-    let error = trained.step(input(4), with_two).unwrap_err().to_string();
+    });
+    let error = with_two.unwrap_err().to_string();
     assert!(error.contains("2 tensors come with the loss, 0 came"), "{error}");
     // Accumulated gradients are discarded.
     assert!((trained.step(input(4), loss).unwrap().weight - 4.0).abs() < 1e-12);
@@ -319,12 +318,11 @@ fn units_equal_the_whole_model() {
     let whole_loss = |_: &Replica, model: &Vec<Linear>, x: Tensor| {
         model.iter().try_fold(x, |x, layer| layer.forward(&x)?.tanh())?.sqr()?.mean_all()
     };
-    let unit_loss = |_: &Replica, model: &Units, x: Tensor| {
-        let block = |x, n| {
-            let name = format!("blocks.{n}");
-            model.unit(&name, &x, |vb, x| linear(3, 3, vb)?.forward(x)?.tanh())
-        };
-        (0..3).try_fold(x, block)?.sqr()?.mean_all()
+    let unit_loss = |_: &Replica, model: &Units, mut x: Tensor| {
+        for n in 0..3 {
+            x = model.unit(&format!("blocks.{n}"), &x, layer)?;
+        }
+        x.sqr()?.mean_all()
     };
     for _ in 0..5 {
         let expected = whole.step(input(4), whole_loss).unwrap();
@@ -333,9 +331,9 @@ fn units_equal_the_whole_model() {
     }
     let evaluated = units.evaluate(input(4), unit_loss).unwrap().loss;
     assert_eq!(evaluated.to_bits(), whole.evaluate(input(4), whole_loss).unwrap().loss.to_bits());
-    let missing = |_: &Replica, model: &Units, x: Tensor| {
+    let missing = units.step(input(4), |_: &Replica, model: &Units, x| {
         model.unit("block", &x, |vb, x| linear(3, 3, vb)?.forward(x)?.mean_all())
-    };
-    let error = units.step(input(4), missing).unwrap_err().to_string();
+    });
+    let error = missing.unwrap_err().to_string();
     assert!(error.contains("cannot find tensor block."), "{error}");
 }

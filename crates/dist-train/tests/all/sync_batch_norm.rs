@@ -56,9 +56,12 @@ fn run<N: Send>(
     all
 }
 
+fn sync_batch_norm(vb: VarBuilder<'_>) -> Result<SyncBatchNorm> {
+    SyncBatchNorm::new(FEATURES, BatchNormConfig::default(), vb)
+}
+
 fn synchronized(slots: usize, rows: usize, uneven: Uneven) -> Vec<f64> {
-    let norm = |vb: VarBuilder<'_>| SyncBatchNorm::new(FEATURES, BatchNormConfig::default(), vb);
-    run(slots, (rows, uneven), norm, |ctx, norm: &SyncBatchNorm, x, train| {
+    run(slots, (rows, uneven), sync_batch_norm, |ctx, norm: &SyncBatchNorm, x, train| {
         norm.forward_t(ctx, x, train)
     })
 }
@@ -106,10 +109,10 @@ fn bf16_is_normalized_in_f32() {
             .dtype(DType::BF16)
             .build(|group| Sgd::new(group.vars, ParamsSgd::default()))
             .unwrap();
-        let size = |ctx: &Replica, norm: &SyncBatchNorm, x: Tensor| {
+        let size = model.evaluate(x.clone(), |ctx: &Replica, norm: &SyncBatchNorm, x| {
             norm.forward_t(ctx, &x.to_dtype(DType::BF16)?, true)?.abs()?.mean_all()
-        };
-        let found = model.evaluate(x.clone(), size).unwrap().loss;
+        });
+        let found = size.unwrap().loss;
         assert!((found - 1.0).abs() < 1e-6, "{slots} slots: {found}");
     }
 }
@@ -118,16 +121,14 @@ fn bf16_is_normalized_in_f32() {
 fn unfit_inputs_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let forward = |x: Tensor, rows: usize| {
-        let layer =
-            |vb: VarBuilder<'_>| SyncBatchNorm::new(FEATURES, BatchNormConfig::default(), vb);
-        let mut model = DataParallel::builder(&mesh, layer)
+        let mut model = DataParallel::builder(&mesh, sync_batch_norm)
             .uneven(Uneven::Pad)
             .build(|group| Sgd::new(group.vars, ParamsSgd::default()))
             .unwrap();
-        let loss = |ctx: &Replica, norm: &SyncBatchNorm, x: Tensor| {
+        let outcome = model.step(x, |ctx: &Replica, norm: &SyncBatchNorm, x| {
             norm.forward_t(ctx, &x.reshape((x.elem_count() / rows, rows))?, true)?.sum_all()
-        };
-        model.step(x, loss).unwrap_err().to_string()
+        });
+        outcome.unwrap_err().to_string()
     };
     let ones = |rows: usize, width: usize| Tensor::ones((rows, width), DType::F32, &Device::Cpu);
     // Rows and positions share a dimension.

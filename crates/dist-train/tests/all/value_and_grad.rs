@@ -27,8 +27,8 @@ fn non_finite_gradients_are_rejected() {
     let step = || {
         let model = model.clone();
         let params = vec![unused.clone(), w.clone()];
-        let loss = move |ctx: &Replica, x: Tensor| spoiled(ctx, &model, &x);
-        value_and_grad(&mesh, params, loss).uneven(Uneven::Pad)
+        let step = value_and_grad(&mesh, params, move |ctx, x| spoiled(ctx, &model, &x));
+        step.uneven(Uneven::Pad)
     };
     let rows = |n: usize| Tensor::ones((n, 2), DType::F32, &Device::Cpu).unwrap();
     let outcome = step().call(rows(3));
@@ -49,13 +49,12 @@ fn empty_shards_receive_gradients() {
     let mesh = DeviceMesh::cpu(4).unwrap();
     let w = ones((1, 2), DType::F32);
     let model = w.clone();
-    let loss = move |ctx: &Replica, x: Tensor| {
+    let step = value_and_grad(&mesh, vec![w.clone()], move |ctx, x: Tensor| {
         let gathered = ctx.all_gather(&model, 0, ALL)?;
         x.matmul(&gathered.sum_keepdim(0)?.t()?)?.mean_all()
-    };
-    let step = value_and_grad(&mesh, vec![w.clone()], loss).uneven(Uneven::Pad);
+    });
     let x = Tensor::ones((3, 2), DType::F32, &Device::Cpu).unwrap();
-    let (_, grads) = step.call(x).unwrap();
+    let (_, grads) = step.uneven(Uneven::Pad).call(x).unwrap();
     assert_eq!(items(grads.get(&w).unwrap()), [4.0, 4.0]);
 }
 
@@ -66,10 +65,9 @@ fn row_weights_are_not_rounded() {
     for (params, loss) in [(DType::F32, DType::BF16), (DType::BF16, DType::F32)] {
         let w = ones((2, 1), params);
         let model = w.clone();
-        let shard_loss = move |_: &Replica, x: Tensor| {
+        let step = value_and_grad(&mesh, vec![w.clone()], move |_, x: Tensor| {
             x.to_dtype(params)?.matmul(&model)?.to_dtype(loss)?.mean_all()
-        };
-        let step = value_and_grad(&mesh, vec![w.clone()], shard_loss);
+        });
         let x = Tensor::ones((3, 2), DType::F32, &Device::Cpu).unwrap();
         let (_, grads) = step.call(x).unwrap();
         let gradient = grads.get(&w).unwrap();
@@ -84,11 +82,10 @@ fn bf16_gradients_of_one_slot_count() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let w = ones((2, 1), DType::BF16);
     let model = w.clone();
-    let loss = move |ctx: &Replica, x: Tensor| {
+    let step = value_and_grad(&mesh, vec![w.clone()], move |ctx, x: Tensor| {
         let x = x.to_dtype(DType::BF16)?;
         if ctx.slot() == 1 { x.matmul(&model)?.mean_all() } else { x.mean_all() }
-    };
-    let step = value_and_grad(&mesh, vec![w.clone()], loss);
+    });
     let x = Tensor::ones((6, 2), DType::F32, &Device::Cpu).unwrap();
     let (_, grads) = step.call(x).unwrap();
     let found = items(grads.get(&w).unwrap());

@@ -84,10 +84,10 @@ fn allowed_unused_parameters_stay_unchanged() {
 #[test]
 fn later_used_variables_are_trained() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let build = |vb: VarBuilder<'_>| {
+    let builder = DataParallel::builder(&mesh, |vb: VarBuilder<'_>| {
         Ok((linear_no_bias(4, 1, vb.pp("always"))?, linear_no_bias(4, 1, vb.pp("expert"))?))
-    };
-    let builder = DataParallel::builder(&mesh, build).allow_unused(["expert"]);
+    });
+    let builder = builder.allow_unused(["expert"]);
     let mut model = builder.build(|group| SGD::new(group.vars, 0.1)).unwrap();
     let before = parameter_values(&model, "expert.weight");
     let loss = |uses: bool| {
@@ -186,15 +186,9 @@ fn groups_have_separate_rates() {
     model.set_group_learning_rate("head", 0.2).unwrap();
     let before = names.map(|name| parameter_values(&model, name));
     model.step(input(4), no_slope).unwrap();
-    let kept = |name: &str, before: &[f32]| -> Vec<f32> {
-        parameter_values(&model, name)
-            .iter()
-            .zip(before)
-            .map(|(after, before)| after / before)
-            .collect()
-    };
     for (name, (before, expected)) in names.iter().zip(before.iter().zip([1.0, 0.95, 1.0, 0.9])) {
-        for ratio in kept(name, before) {
+        for (after, before) in parameter_values(&model, name).iter().zip(before) {
+            let ratio = after / before;
             assert!((ratio - expected).abs() < 1e-5, "{name}: {ratio} for {expected}");
         }
     }
@@ -291,10 +285,10 @@ fn running_statistics_are_averaged() {
         let seen = |_: &Replica, model: &Batched, _: Tensor| model.norm.running_mean().sum_all();
         let seen = model.evaluate(input(8), seen).unwrap().loss;
         assert!((seen - f64::from(found.iter().sum::<f32>())).abs() < 1e-4);
-        let eval = |_: &Replica, model: &Batched, x: Tensor| {
+        let evaluated = model.evaluate(input(8), |_: &Replica, model: &Batched, x| {
             model.norm.forward_t(&x, false)?.sqr()?.mean_all()
-        };
-        assert!(model.evaluate(input(8), eval).unwrap().loss.is_finite());
+        });
+        assert!(evaluated.unwrap().loss.is_finite());
         // Evaluation in training mode does not change them.
         model.evaluate(input(8), Batched::loss).unwrap();
         assert_eq!(parameter_values(&model, "norm.running_mean"), found);
@@ -306,14 +300,14 @@ fn failed_step_restores_buffers() {
     let mut model = batched(2);
     model.step(input(8), Batched::loss).unwrap();
     let before = parameter_values(&model, "norm.running_var");
-    let fails = |ctx: &Replica, model: &Batched, x: Tensor| {
+    let failed = model.step((input(8) * 3.0).unwrap(), |ctx: &Replica, model: &Batched, x| {
         let loss = Batched::loss(ctx, model, x)?;
         if ctx.slot() == 1 {
             candle_core::bail!("no data")
         }
         Ok(loss)
-    };
-    model.step((input(8) * 3.0).unwrap(), fails).unwrap_err();
+    });
+    failed.unwrap_err();
     assert_eq!(parameter_values(&model, "norm.running_var"), before);
     model.check_in_sync().unwrap();
 
@@ -349,12 +343,12 @@ fn integer_buffers_take_the_maximum() {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let builder = DataParallel::builder(&mesh, counting).buffers(["num_batches"]).replicated();
         let mut model = builder.build(adam).unwrap();
-        let loss = |ctx: &Replica, (layer, count): &(Linear, Tensor), x: Tensor| {
+        let step = model.step(input(6), |ctx: &Replica, (layer, count): &(Linear, Tensor), x| {
             let seen = Tensor::new(10 + ctx.slot() as u32, x.device())?;
             Var::from_tensor(count)?.set(&seen)?;
             layer.forward(&x)?.sqr()?.mean_all()
-        };
-        model.step(input(6), loss).unwrap();
+        });
+        step.unwrap();
         let count = model.parameters().unwrap()["num_batches"].to_scalar::<u32>().unwrap();
         assert_eq!(count as usize, 9 + slots);
         model.check_in_sync().unwrap();
@@ -456,11 +450,9 @@ fn variables_with_two_names_are_rejected() {
             Ok((first?, second?))
         }
     };
-    let build = |names| {
-        DataParallel::builder(&mesh, layers(names)).with_variables(&vars).freeze(["a"]).build(adam)
-    };
     let [first, second] = names;
-    let error = build(["b", "a"]).unwrap_err();
+    let builder = DataParallel::builder(&mesh, layers(["b", "a"])).with_variables(&vars);
+    let error = builder.freeze(["a"]).build(adam).unwrap_err();
     let text = "a.weight and b.weight are one variable under two names: ask for one name twice in \
                 the constructor";
     assert_eq!(error.to_string(), text);

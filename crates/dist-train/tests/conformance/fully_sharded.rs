@@ -251,11 +251,11 @@ fn refusals(tested: &DeviceMesh) {
     let ranks = tested.len();
     let rank = tested.local_slots().start;
     let (_, mut model) = trained(tested, Full::default(), Keep::Inputs);
-    let infinite = move |ctx: &Replica, model: &Units, ids: Tensor| {
+    let infinite = model.step(batch(tested, 0), |ctx: &Replica, model: &Units, ids| {
         let scale = if ctx.slot() + 1 == ranks { f64::INFINITY } else { 1.0 };
         loss(ctx, model, ids)? * scale
-    };
-    let error = model.step(batch(tested, 0), infinite).unwrap_err();
+    });
+    let error = infinite.unwrap_err();
     assert!(matches!(error, Error::Training(TrainingError::NonFiniteLoss { .. })), "{error}");
     model.step(batch(tested, 0), loss).unwrap();
 

@@ -204,19 +204,19 @@ fn refusals(engine: &impl Engine, ranks: usize) {
         "{error}"
     );
     // The last slot's loss, or its weight, is not a scalar.
-    let shapeless = |ctx: &Replica, layers: &Vec<Linear>, x: Tensor| {
+    let shapeless = model.step(x.clone(), |ctx: &Replica, layers: &Vec<Linear>, x| {
         let y = layers[0].forward(&x)?.sqr()?;
         if ctx.slot() == last { Ok(y) } else { y.mean_all() }
-    };
-    let error = model.step(x.clone(), shapeless).unwrap_err();
+    });
+    let error = shapeless.unwrap_err();
     let expected =
         TrainingError::LossShape { slot: last, shape: vec![2, 1], dtype: "f32".to_owned() };
     assert!(matches!(&error, Error::Training(error) if *error == expected), "{error}");
-    let weightless = |ctx: &Replica, layers: &Vec<Linear>, x: Tensor| {
+    let weightless = model.evaluate(x.clone(), |ctx: &Replica, layers: &Vec<Linear>, x| {
         let weight = if ctx.slot() == last { x.clone() } else { x.ones_like()?.sum_all()? };
         Ok(Loss::sum(layers[0].forward(&x)?.sum_all()?, weight))
-    };
-    let error = model.evaluate(x.clone(), weightless).unwrap_err();
+    });
+    let error = weightless.unwrap_err();
     let expected = TrainingError::WeightShape { slot: last, shape: vec![2, 3] };
     assert!(matches!(&error, Error::Training(error) if *error == expected), "{error}");
     model.step(x.clone(), loss(true, true)).unwrap();
@@ -361,13 +361,13 @@ fn checkpoints(engine: &impl Engine, ranks: usize) {
 /// Checks that a failed save fails in all processes, with the cause.
 fn refused_saves(mesh: &DeviceMesh, checkpoints: &Checkpoints, state: &StateDict) {
     let slot = mesh.local_slots().start;
-    let is_from_first = |error: &Error| match slot {
-        0 => matches!(error, Error::Checkpoint(CheckpointError::Locked { .. })),
-        _ => matches!(error, Error::OtherProcess { slot: 0, .. }),
-    };
     let second =
         Checkpoints::new(folder().join("tested")).lock(mesh).map_err(Error::from).unwrap_err();
-    assert!(is_from_first(&second), "{second}");
+    let is_from_first = match slot {
+        0 => matches!(second, Error::Checkpoint(CheckpointError::Locked { .. })),
+        _ => matches!(second, Error::OtherProcess { slot: 0, .. }),
+    };
+    assert!(is_from_first, "{second}");
     assert!(second.to_string().contains("is being trained by process"), "{second}");
 
     let other_step = checkpoints.save(mesh, 20 + slot as u64, state, &()).unwrap_err();
@@ -410,8 +410,8 @@ fn damage_at_one_rank(mesh: &DeviceMesh, threads: &DeviceMesh, state: &StateDict
     assert_eq!((is_original, is_reported), (slot == 1, slot != 1), "{error}");
     assert!(error.to_string().contains("is damaged"), "{error}");
 
-    let load = |checkpoint: &Checkpoint| model.load(checkpoint);
-    let (loaded, ()) = checkpoints.load_latest(mesh, load).unwrap().unwrap();
+    let loaded = checkpoints.load_latest(mesh, |checkpoint| model.load(checkpoint));
+    let (loaded, ()) = loaded.unwrap().unwrap();
     assert_eq!((loaded.step(), loaded.skipped().len()), (4, 1));
 }
 

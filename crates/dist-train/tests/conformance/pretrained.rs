@@ -63,18 +63,16 @@ fn batch(mesh: &DeviceMesh) -> Tensor {
 
 fn data_parallel(mesh: &DeviceMesh) -> DistributedModel<candle_nn::Linear, AdamW> {
     let mut model = DataParallel::builder(mesh, build).build(adam).unwrap();
-    let loss =
-        |_: &Replica, model: &candle_nn::Linear, x: Tensor| model.forward(&x)?.sqr()?.mean_all();
-    model.step(batch(mesh), loss).unwrap();
+    model.step(batch(mesh), |_, model, x| model.forward(&x)?.sqr()?.mean_all()).unwrap();
     model
 }
 
 fn sharded(mesh: &DeviceMesh) -> DistributedModel<Units, AdamW> {
     let mut model = FullyShard::builder(mesh, build).unit("head", ["head"]).build(adam).unwrap();
-    let loss = |_: &Replica, model: &Units, x: Tensor| {
+    let step = model.step(batch(mesh), |_: &Replica, model: &Units, x| {
         model.unit("head", &x, |vb, x| linear(5, 3, vb)?.forward(x))?.sqr()?.mean_all()
-    };
-    model.step(batch(mesh), loss).unwrap();
+    });
+    step.unwrap();
     model
 }
 

@@ -50,12 +50,11 @@ fn measure<M>(make: impl Fn() -> M, step: impl Fn(&mut M)) -> MemoryUse {
     let mut model = make();
     step(&mut model);
     let at_rest = MEMORY.current_usage() - before;
-    let peak = |_| {
+    let mut peaks = [0; 3].map(|_| {
         MEMORY.reset_peak_usage();
         step(&mut model);
         MEMORY.peak_usage() - before
-    };
-    let mut peaks = [0, 1, 2].map(peak);
+    });
     peaks.sort_unstable();
     MemoryUse { at_rest, peaks }
 }

@@ -83,7 +83,7 @@ impl BatchBuilder {
         }
     }
 
-    /// Moves the remaining sequences to `ready` and returns the number of dropped sequences.
+    /// Moves the last batches to `ready`, and returns the number of dropped sequences.
     pub(crate) fn finish(
         &mut self,
         limits: &BatchLimits,
@@ -91,7 +91,7 @@ impl BatchBuilder {
     ) -> Result<u64> {
         match self {
             Self::Open(open) => {
-                Ok(mem::take(open).into_values().map(|open| open.finish(limits, ready)).sum())
+                Ok(mem::take(open).into_values().map(|batch| batch.finish(limits, ready)).sum())
             }
             Self::Window(window) => {
                 finish_whole(&window.take(), WholeSetStrategy::Sorted(window.cut()), limits, ready)
@@ -107,7 +107,8 @@ impl BatchBuilder {
     }
 }
 
-/// Arranges all `sequences` at once.
+/// Arranges all `sequences` at once, and moves their batches to `ready`. Returns the number of
+/// dropped sequences.
 fn finish_whole(
     sequences: &[Sequence],
     strategy: WholeSetStrategy,
@@ -120,8 +121,8 @@ fn finish_whole(
     let arrangement = strategy.arrange(&histogram, (0..).zip(lengths()), limits, None)?;
     for batch in &arrangement.batches {
         let positions = &arrangement.ids[batch.range.start as usize..batch.range.end as usize];
-        let sequences = positions.iter().map(|&position| sequences[position as usize]);
-        ready.push_back(limits.batch(sequences));
+        let batch_sequences = positions.iter().map(|&position| sequences[position as usize]);
+        ready.push_back(limits.batch(batch_sequences));
     }
     Ok(arrangement.dropped)
 }

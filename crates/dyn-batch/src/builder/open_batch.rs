@@ -12,7 +12,7 @@ use crate::{
 pub(crate) struct OpenBatch {
     sequences: Vec<Sequence>,
     longest: u64,
-    /// Limit on its sequences, valid if there are any.
+    /// Limit on the number of sequences; valid if there is a sequence.
     max_rows: u64,
 }
 
@@ -39,7 +39,7 @@ impl OpenBatch {
         self.max_rows = limits.max_rows(limits.padded_length(longest));
     }
 
-    /// Closes a batch of the first `size` sequences; the others open the next batch.
+    /// Closes a batch of the first `size` sequences; the remaining sequences open the next batch.
     fn close(&mut self, size: usize, limits: &BatchLimits) -> Batch {
         let batch = limits.batch(self.sequences.drain(..size));
         if let Some(longest) = self.sequences.iter().map(|sequence| sequence.length).max() {

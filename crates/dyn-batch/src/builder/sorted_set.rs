@@ -51,13 +51,13 @@ pub(crate) enum WholeSetStrategy {
 
 impl WholeSetStrategy {
     /// Arranges admitted sequences, given by number and length. Sequences of equal length keep
-    /// their order. Sorted sequences are cut at the `known` ends if these respect the limits.
+    /// their order. Sorted sequences are cut at `known_ends` if these respect the limits.
     pub(crate) fn arrange(
         self,
         histogram: &LengthHistogram,
         sequences: impl Iterator<Item = (u32, u64)>,
         limits: &BatchLimits,
-        known: Option<Vec<usize>>,
+        known_ends: Option<Vec<usize>>,
     ) -> Result<BatchArrangement> {
         let count = histogram.count();
         if u32::try_from(count).is_err() {
@@ -65,7 +65,7 @@ impl WholeSetStrategy {
         }
         let sorted = sort(histogram, sequences);
         Ok(match self {
-            Self::Sorted(cut) => sorted_batches(histogram, sorted, cut, limits, known),
+            Self::Sorted(cut) => arrange_sorted(histogram, sorted, cut, limits, known_ends),
             Self::BestFit => {
                 arrange_rows(&pack::best_fit(histogram, limits.empty_row()), &sorted, limits)
             }
@@ -90,34 +90,35 @@ pub(crate) fn sort(
     sorted
 }
 
-fn sorted_batches(
+/// Cuts the sequences `sorted` from the shortest to the longest into batches.
+fn arrange_sorted(
     histogram: &LengthHistogram,
     mut sorted: Vec<u32>,
     cut: Cut,
     limits: &BatchLimits,
-    known: Option<Vec<usize>>,
+    known_ends: Option<Vec<usize>>,
 ) -> BatchArrangement {
     // The surplus consists of the shortest sequences, because dropping them or giving them a small
     // batch costs least.
     let len = sorted.len();
-    let (n_in_groups, kept) = limits.split_remainder(len);
-    let surplus = len - n_in_groups;
-    let dropped = surplus - kept;
-    let groups = SortedGroups::new(&histogram.range(surplus..len), limits);
-    let group_ends = match known {
+    let (n_in_groups, n_kept) = limits.split_remainder(len);
+    let n_surplus = len - n_in_groups;
+    let n_dropped = n_surplus - n_kept;
+    let groups = SortedGroups::new(&histogram.range(n_surplus..len), limits);
+    let group_ends = match known_ends {
         Some(ends) if groups.allows(&ends) => ends,
         Some(_) | None => groups.cut(cut),
     };
     let mut ends = Vec::with_capacity(group_ends.len() + 1);
-    if kept > 0 {
-        ends.push(kept);
+    if n_kept > 0 {
+        ends.push(n_kept);
     }
     for end in group_ends {
-        ends.push(kept + end * limits.group_len());
+        ends.push(n_kept + end * limits.group_len());
     }
-    let batches = plan_batches(histogram.range(dropped..len).runs(), &ends, limits);
-    sorted.drain(..dropped);
-    BatchArrangement { ids: sorted, batches, dropped: dropped as u64 }
+    let batches = plan_batches(histogram.range(n_dropped..len).runs(), &ends, limits);
+    sorted.drain(..n_dropped);
+    BatchArrangement { ids: sorted, batches, dropped: n_dropped as u64 }
 }
 
 /// Arranges packed rows; `sorted` are the sequences from the shortest to the longest.
@@ -168,16 +169,16 @@ impl RunTaker<'_> {
     /// Takes the next `count` sequences and returns the sum of their lengths.
     #[expect(clippy::expect_used, reason = "the last batch ends with the last run")]
     fn take(&mut self, count: u64) -> u64 {
-        let mut missing = count;
+        let mut n_missing = count;
         let mut tokens = 0;
-        while missing > 0 {
+        while n_missing > 0 {
             if self.current.count == 0 {
                 self.current = *self.runs.next().expect("no batch ends after the last sequence");
             }
-            let taken = missing.min(self.current.count);
-            tokens += taken * self.current.length;
-            missing -= taken;
-            self.current.count -= taken;
+            let n_taken = n_missing.min(self.current.count);
+            tokens += n_taken * self.current.length;
+            n_missing -= n_taken;
+            self.current.count -= n_taken;
         }
         tokens
     }

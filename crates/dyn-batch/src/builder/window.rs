@@ -11,7 +11,7 @@ use crate::{
     sort::cut::SortedGroups,
 };
 
-/// The fill of one batch in fixed point.
+/// The fill of one full batch, in fixed-point units.
 const FULL_BATCH: u64 = 1 << 32;
 
 /// Sequences that wait for a full window.
@@ -97,7 +97,8 @@ impl SortWindow {
         }
     }
 
-    /// Returns true if this window keeps the shortest sequences, false for the longest.
+    /// Returns true if this window keeps the shortest sequences for the next one, and false if it
+    /// keeps the longest.
     fn keeps_short(&self) -> bool {
         self.n_cut % 2 == 0
     }

@@ -8,8 +8,8 @@ use crate::{batch::Batch, collate::Collator, error::Error};
 
 /// Rows of equal length and the positions of their sequences.
 ///
-/// It stores the number of tokens of each sequence, to reject fields with a different number of
-/// items.
+/// The layout stores the number of tokens of each sequence, to reject fields with a different
+/// number of items.
 #[derive(Clone, Debug)]
 pub(crate) struct TokenLayout {
     rows: usize,
@@ -23,7 +23,7 @@ pub(crate) struct TokenLayout {
 pub(crate) struct SequenceSpan {
     /// Index in the data set.
     index: u64,
-    /// Offset of its first token, over all rows.
+    /// Offset of the first token, over all rows.
     start: usize,
     /// Number of tokens.
     n_tokens: usize,
@@ -48,7 +48,7 @@ impl TokenLayout {
         let (rows, row_len) = shape(batch)?;
         let sequences = batch.len() as u64;
         if sequences > batch.rows {
-            return Err(wrapped(Error::PackedBatch { sequences, rows: batch.rows }));
+            return Err(wrap_error(Error::PackedBatch { sequences, rows: batch.rows }));
         }
         let mut spans = Vec::with_capacity(tokens.len());
         for (row, (&index, tokens)) in batch.indices.iter().zip(tokens).enumerate() {
@@ -108,7 +108,7 @@ impl TokenLayout {
         let mut all = vec![fill; self.rows * self.row_len];
         for (span, items) in self.spans.iter().zip(items) {
             if items.len() != span.n_tokens {
-                return Err(wrapped(Error::FieldLength {
+                return Err(wrap_error(Error::FieldLength {
                     index: span.index,
                     items: items.len() as u64,
                     tokens: span.n_tokens as u64,
@@ -150,7 +150,7 @@ fn check_row(n_tokens: usize, row_len: usize) -> Result<()> {
         return Ok(());
     }
     let tokens = n_tokens as u64;
-    Err(wrapped(Error::RowOverflow { tokens, row_length: row_len as u64 }))
+    Err(wrap_error(Error::RowOverflow { tokens, row_length: row_len as u64 }))
 }
 
 /// Checks that there are no more tokens than the batch counts, because its limits and reports would
@@ -158,7 +158,7 @@ fn check_row(n_tokens: usize, row_len: usize) -> Result<()> {
 fn check_counted(batch: &Batch, spans: &[SequenceSpan]) -> Result<()> {
     let tokens = spans.iter().map(|span| span.n_kept as u64).sum();
     let counted = batch.real_tokens;
-    if tokens <= counted { Ok(()) } else { Err(wrapped(Error::Uncounted { tokens, counted })) }
+    if tokens <= counted { Ok(()) } else { Err(wrap_error(Error::Uncounted { tokens, counted })) }
 }
 
 /// Returns the rows and their length, if a tensor can have that many elements of 8 bytes.
@@ -169,11 +169,12 @@ fn shape(batch: &Batch) -> Result<(usize, usize)> {
     match (usize::try_from(rows), usize::try_from(padded_length)) {
         (Ok(rows), Ok(row_len)) if is_addressable => Ok((rows, row_len)),
         (Ok(_) | Err(_), Ok(_) | Err(_)) => {
-            Err(wrapped(Error::TensorTooLarge { rows, padded_length }))
+            Err(wrap_error(Error::TensorTooLarge { rows, padded_length }))
         }
     }
 }
 
-pub(crate) fn wrapped(error: Error) -> CandleError {
+/// Wraps an error in a candle error.
+pub(crate) fn wrap_error(error: Error) -> CandleError {
     CandleError::wrap(error)
 }

@@ -8,7 +8,7 @@ use candle_core::{Device, Result, Tensor, WithDType};
 use crate::{
     batch::Batch,
     collate::{
-        layout::{TokenLayout, wrapped},
+        layout::{TokenLayout, wrap_error},
         segments::PackedSegments,
     },
     error::Error,
@@ -61,8 +61,8 @@ impl Default for Collator {
     }
 }
 
-/// The tensors of a batch, of shape `[rows, padded_length]`; `R` has the tensors specific to padded
-/// or packed rows.
+/// The tensors of a batch, of shape `[rows, padded_length]`. `R` is [`PaddedRows`] or
+/// [`PackedRow`], with the tensors that only padded or only packed rows have.
 ///
 /// # Examples
 ///
@@ -93,7 +93,8 @@ pub struct BatchTensors<R> {
     /// logits of token i with label i + 1. In a packed row the first token of each sequence also
     /// has the ignore index, because the token before it belongs to another sequence.
     pub labels: Tensor,
-    /// Mask of padded rows, or segments of a packed row.
+    /// The tensors that depend on the kind of rows: the mask of [`PaddedRows`], or the segments of
+    /// a [`PackedRow`].
     pub rows: R,
     ignore_index: i64,
     layout: TokenLayout,
@@ -142,7 +143,7 @@ impl Collator {
         Self { max_sequence_length: Some(max_sequence_length), ..self }
     }
 
-    /// Returns the number of kept tokens of a sequence.
+    /// Returns the number of tokens of a sequence after truncation.
     fn n_kept(&self, tokens: &[u32]) -> usize {
         // A limit beyond the address space has no effect.
         match self.max_sequence_length.map(usize::try_from) {
@@ -151,25 +152,25 @@ impl Collator {
         }
     }
 
-    /// Pads the sequences of a batch, one per row; `tokens` returns the token ids of an index.
+    /// Pads the sequences of a batch, one per row; `tokens_of` returns the token ids of an index.
     ///
-    /// Each token is copied once per tensor.
-    /// [`with_max_sequence_length`](Self::with_max_sequence_length) truncates the sequences that
-    /// the batcher truncates.
+    /// Each token is copied once per tensor. If the batcher truncates sequences, set the same limit
+    /// with [`with_max_sequence_length`](Self::with_max_sequence_length).
     ///
     /// # Errors
     ///
-    /// Errors of candle for the device. Wrapped in one: [`Error::TensorTooLarge`] if the batch
-    /// exceeds the address space, [`Error::PackedBatch`] if it has more sequences than rows,
-    /// [`Error::RowOverflow`] if a sequence is longer than its row, and [`Error::Uncounted`] if
-    /// there are more tokens than the batch counts.
+    /// Returns candle's error if the device fails. The following errors are wrapped in a candle
+    /// error: [`Error::TensorTooLarge`] if the batch exceeds the address space,
+    /// [`Error::PackedBatch`] if it has more sequences than rows, [`Error::RowOverflow`] if a
+    /// sequence is longer than its row, and [`Error::Uncounted`] if there are more tokens than the
+    /// batch counts.
     pub fn pad<'a>(
         &self,
         batch: &Batch,
-        mut tokens: impl FnMut(u64) -> &'a [u32],
+        mut tokens_of: impl FnMut(u64) -> &'a [u32],
         device: &Device,
     ) -> Result<BatchTensors<PaddedRows>> {
-        let tokens: Vec<&[u32]> = batch.indices.iter().map(|&index| tokens(index)).collect();
+        let tokens: Vec<&[u32]> = batch.indices.iter().map(|&index| tokens_of(index)).collect();
         let layout = TokenLayout::padded(batch, &tokens, self, device)?;
         let ids = layout.lay_out(self.pad_id, tokens.iter().copied())?;
         let mut mask = vec![0_u8; ids.len()];
@@ -189,26 +190,27 @@ impl Collator {
         })
     }
 
-    /// Concatenates the sequences of a packed batch in its row; `tokens` returns the token ids of
-    /// an index.
+    /// Concatenates the sequences of a packed batch in its row; `tokens_of` returns the token ids
+    /// of an index.
     ///
     /// # Errors
     ///
-    /// Errors of candle for the device. Wrapped in one: [`Error::TensorTooLarge`] if the row
-    /// exceeds the address space, [`Error::RowOverflow`] if the sequences are longer than the row,
-    /// and [`Error::Uncounted`] if there are more tokens than the batch counts.
+    /// Returns candle's error if the device fails. The following errors are wrapped in a candle
+    /// error: [`Error::TensorTooLarge`] if the row exceeds the address space,
+    /// [`Error::RowOverflow`] if the sequences are longer than the row, and [`Error::Uncounted`] if
+    /// there are more tokens than the batch counts.
     pub fn pack<'a>(
         &self,
         batch: &Batch,
-        mut tokens: impl FnMut(u64) -> &'a [u32],
+        mut tokens_of: impl FnMut(u64) -> &'a [u32],
         device: &Device,
     ) -> Result<BatchTensors<PackedRow>> {
-        let tokens: Vec<&[u32]> = batch.indices.iter().map(|&index| tokens(index)).collect();
+        let tokens: Vec<&[u32]> = batch.indices.iter().map(|&index| tokens_of(index)).collect();
         let layout = TokenLayout::packed(batch, &tokens, self, device)?;
         let row_len = layout.row_len();
         let segments = PackedSegments::new(layout.lengths()).ok_or_else(|| {
-            let tokens = layout.lengths().sum();
-            wrapped(Error::RowOverflow { tokens, row_length: row_len as u64 })
+            let n_tokens = layout.lengths().sum();
+            wrap_error(Error::RowOverflow { tokens: n_tokens, row_length: row_len as u64 })
         })?;
         let ids = layout.lay_out(self.pad_id, tokens.iter().copied())?;
         let mut labels = vec![self.ignore_index; ids.len()];
@@ -239,7 +241,7 @@ impl<R> BatchTensors<R> {
     ///
     /// # Errors
     ///
-    /// Errors of candle for the device.
+    /// Returns candle's error if the device fails.
     ///
     /// # Examples
     ///
@@ -272,8 +274,8 @@ impl<R> BatchTensors<R> {
     ///
     /// # Errors
     ///
-    /// Errors of candle for the device. Wrapped in one: [`Error::FieldLength`] if a sequence has a
-    /// different number of items than tokens.
+    /// Returns candle's error if the device fails, or [`Error::FieldLength`], wrapped in a candle
+    /// error, if a sequence has a different number of items than tokens.
     ///
     /// # Examples
     ///

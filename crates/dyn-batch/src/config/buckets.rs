@@ -48,7 +48,7 @@ impl Buckets {
     /// [`Error::Zero`] for zero buckets, [`Error::NoLengths`] without sequences, and
     /// [`Error::IndexOutOfRange`] if a counted sequence has no length.
     pub fn quantiles(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Self> {
-        let histogram = checked_histogram(lengths, n_buckets)?;
+        let histogram = build_histogram(lengths, n_buckets)?;
         let count = u128::from(histogram.count());
         let mut boundaries = Vec::new();
         let mut n_shorter = 0;
@@ -80,7 +80,7 @@ impl Buckets {
     /// The errors of [`quantiles`](Self::quantiles), and [`Error::TooManyBuckets`] if K · D exceeds
     /// 2^27.
     pub fn optimal(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Self> {
-        let histogram = checked_histogram(lengths, n_buckets)?;
+        let histogram = build_histogram(lengths, n_buckets)?;
         let n_lengths = histogram.runs().len() as u64;
         let n_entries = n_buckets.min(n_lengths).saturating_mul(n_lengths);
         if n_entries > MAX_ENTRIES {
@@ -121,7 +121,7 @@ impl Buckets {
     }
 }
 
-fn checked_histogram(lengths: impl SequenceLengths, n_buckets: u64) -> Result<LengthHistogram> {
+fn build_histogram(lengths: impl SequenceLengths, n_buckets: u64) -> Result<LengthHistogram> {
     if n_buckets == 0 {
         return Err(Error::Zero { setting: "number of buckets" });
     }
@@ -136,7 +136,7 @@ fn checked_histogram(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Le
 /// Limit on the entries of the table of cuts, of 4 bytes each.
 const MAX_ENTRIES: u64 = 1 << 27;
 
-/// Padded tokens of many sequences. A few sequences of 64-bit lengths exceed 64 bits.
+/// A number of padded tokens. A few sequences of 64-bit lengths have more than 64 bits can count.
 type Tokens = u128;
 
 #[expect(clippy::cast_possible_truncation, reason = "the table of cuts has fewer entries")]
@@ -160,8 +160,8 @@ fn optimal_boundaries(runs: &[LengthRun], n_buckets: u64) -> Vec<u64> {
             1..best.len(),
             0..best.len(),
             &|end| 0..end,
-            // One more bucket from `cut` to `end`. The matrix is totally monotone, because a longer
-            // sequence lengthens the padding of every other one in the bucket.
+            // The cost of one more bucket, from `cut` to `end`. The matrix is totally monotone,
+            // because a longer sequence adds padding to every other sequence of its bucket.
             &|end, cut| best[cut] + (n_shorter[end] - n_shorter[cut]) * longest(end),
             &mut |end, cut, tokens| {
                 next_best[end] = tokens;

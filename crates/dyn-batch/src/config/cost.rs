@@ -4,7 +4,8 @@
 ///
 /// A transformer layer of width d does about 12 d² multiplications per token, and 2 d more per pair
 /// of tokens of a sequence (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, table
-/// 1). So a sequence of length l costs 6 d · l + l²: `per_token: 6 * d, per_token_squared: 1`.
+/// 1). So a sequence of length l costs 12 d² · l + 2 d · l² multiplications, or 6 d · l + l² in
+/// units of 2 d: `per_token: 6 * d, per_token_squared: 1`.
 ///
 /// # Examples
 ///

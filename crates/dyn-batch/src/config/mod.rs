@@ -112,11 +112,11 @@ pub enum Overlong {
     /// The batches end with an error for this sequence.
     #[default]
     Error,
-    /// The sequence counts with `max_sequence_length` tokens and the report counts it. The reader
-    /// of the tokens must truncate them; with the feature `candle`, set
+    /// The sequence counts as `max_sequence_length` tokens, and the report counts the sequence. The
+    /// reader of the tokens must truncate them; with the feature `candle`, set
     /// `Collator::with_max_sequence_length`.
     Truncate,
-    /// The sequence is skipped and the report counts it.
+    /// The sequence is skipped, and the report counts it.
     Skip,
 }
 
@@ -127,10 +127,10 @@ pub enum Overlong {
 #[doc(alias = "drop_last")]
 #[non_exhaustive]
 pub enum Remainder {
-    /// They are dropped and the report counts them: every batch splits evenly.
+    /// The sequences are dropped, and the report counts them: every batch splits evenly.
     #[default]
     Drop,
-    /// They form a last batch smaller than the multiple, one per bucket.
+    /// The sequences form a last batch smaller than the multiple, or one such batch per bucket.
     Keep,
 }
 

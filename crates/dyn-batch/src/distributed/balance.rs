@@ -6,8 +6,8 @@ use core_types::{WorldSize, balance::snake_order};
 /// for the first ranks), such that the largest sum of costs is small.
 ///
 /// Part r has the positions in `costs` for rank r, ascending. The most expensive sequences are
-/// assigned first, in snake order. Then the most expensive part swaps sequences with other parts as
-/// long as that makes it cheaper.
+/// assigned first, in snake order. Then the most expensive part swaps sequences with other parts
+/// until no swap makes it cheaper.
 ///
 /// # Determinism
 ///
@@ -25,7 +25,7 @@ type CostItem = (u64, usize);
 
 #[derive(Debug)]
 struct CostParts {
-    /// Sequences of each part, by cost.
+    /// Sequences of each part, in ascending order of cost.
     items: Vec<Vec<CostItem>>,
     sums: Vec<u128>,
 }
@@ -47,8 +47,9 @@ impl CostParts {
         Self { items, sums }
     }
 
-    /// Makes the best swap of the most expensive part, after which the larger sum of the two parts
-    /// is smallest. Returns true if the part became cheaper.
+    /// Makes the best swap of the most expensive part with any other part: the swap after which the
+    /// larger sum of the two parts is smallest. Returns true if the part became cheaper; otherwise
+    /// no swap is made.
     fn improve(&mut self) -> bool {
         let largest = self.most_expensive();
         let others = (0..self.sums.len()).filter(|&part| part != largest);
@@ -82,10 +83,11 @@ impl CostParts {
                 next += 1;
             }
             for take in [next.wrapping_sub(1), next] {
-                let Some(&(taken, _)) = partners.get(take) else { continue };
-                if taken < cost {
-                    let moved = u128::from(cost - taken);
-                    let larger_sum = (self.sums[largest] - moved).max(self.sums[part] + moved);
+                let Some(&(partner_cost, _)) = partners.get(take) else { continue };
+                if partner_cost < cost {
+                    let difference = u128::from(cost - partner_cost);
+                    let larger_sum =
+                        (self.sums[largest] - difference).max(self.sums[part] + difference);
                     let swap = SequenceSwap { larger_sum, part, give, take };
                     best = Some(best.map_or(swap, |best| best.min(swap)));
                 }
@@ -98,9 +100,9 @@ impl CostParts {
     fn swap(&mut self, largest: usize, swap: &SequenceSwap) {
         let given = self.items[largest].remove(swap.give);
         let taken = self.items[swap.part].remove(swap.take);
-        let moved = u128::from(given.0 - taken.0);
-        self.sums[largest] -= moved;
-        self.sums[swap.part] += moved;
+        let difference = u128::from(given.0 - taken.0);
+        self.sums[largest] -= difference;
+        self.sums[swap.part] += difference;
         for (part, item) in [(largest, taken), (swap.part, given)] {
             let position = self.items[part].partition_point(|other| *other < item);
             self.items[part].insert(position, item);

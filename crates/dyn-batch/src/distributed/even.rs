@@ -23,20 +23,20 @@ pub(crate) fn batches_by_cost<L: SequenceLengths>(
     let n_batches = plan.len();
     let n_ranks = world_size.as_usize();
     let surplus = n_batches % n_ranks;
-    let missing = if surplus == 0 { 0 } else { n_ranks - surplus };
+    let n_missing = if surplus == 0 { 0 } else { n_ranks - surplus };
     let mut n_repeats = 0;
     match remainder {
-        StepRemainder::Split => split_most_padded(plan, missing)
+        StepRemainder::Split => split_most_padded(plan, n_missing)
             .ok_or(Error::CannotFillStep { n_batches: n_batches as u64, world_size })?,
         StepRemainder::Drop => {
             for _ in 0..surplus {
                 plan.remove(plan.len() - 1);
             }
         }
-        StepRemainder::Repeat => n_repeats = missing,
+        StepRemainder::Repeat => n_repeats = n_missing,
     }
-    let repeats = plan.numbers().cycle().take(n_repeats);
-    let mut batches: Vec<u32> = plan.numbers().chain(repeats).collect();
+    let repeats = plan.batch_indices().cycle().take(n_repeats);
+    let mut batches: Vec<u32> = plan.batch_indices().chain(repeats).collect();
     let costs: Vec<u64> = (0..plan.len()).map(|index| batch_cost(plan, index, cost)).collect();
     batches.sort_unstable_by_key(|&index| (Reverse(costs[index as usize]), index));
     Ok(batches)
@@ -48,7 +48,7 @@ fn batch_cost<L: SequenceLengths>(plan: &BatchPlan<'_, L>, index: usize, cost: C
         let costs = plan.sequences(index).map(|sequence| cost.for_length(sequence.length));
         return costs.fold(0, u64::saturating_add);
     }
-    let batch = plan.planned(index);
+    let batch = plan.planned_batch(index);
     cost.for_length(batch.padded_length).saturating_mul(batch.len() as u64)
 }
 
@@ -60,14 +60,14 @@ fn split_most_padded<L: SequenceLengths>(plan: &mut BatchPlan<'_, L>, n: usize) 
     let group_len = plan.limits().group_len();
     // Ties go to the batch with the most tokens, then to the first.
     let priority = |plan: &BatchPlan<'_, L>, index: usize| {
-        let batch = plan.planned(index);
+        let batch = plan.planned_batch(index);
         (plan.padded_tokens(batch) - batch.real_tokens, batch.real_tokens, Reverse(index))
     };
     let mut queue: BinaryHeap<_> = (0..plan.len()).map(|index| priority(plan, index)).collect();
     for _ in 0..n {
         let index = loop {
             let (_, _, Reverse(index)) = queue.pop()?;
-            if plan.planned(index).len() > group_len {
+            if plan.planned_batch(index).len() > group_len {
                 break index;
             }
         };
@@ -118,7 +118,8 @@ pub(crate) fn fill_small_batch<L: SequenceLengths>(
     remainder: StepRemainder,
 ) -> Result<()> {
     let n_ranks = world_size.as_usize();
-    let Some(small) = (0..plan.len()).find(|&index| plan.planned(index).len() < n_ranks) else {
+    let Some(small) = (0..plan.len()).find(|&index| plan.planned_batch(index).len() < n_ranks)
+    else {
         return Ok(());
     };
     match remainder {
@@ -133,7 +134,7 @@ pub(crate) fn fill_small_batch<L: SequenceLengths>(
     Ok(())
 }
 
-/// Joins a batch with the smallest other one, and splits the result in the middle if it is too
+/// Joins a batch with the smallest other batch, and splits the result in the middle if it is too
 /// large for one batch. Returns `None` if there is no other batch, or if a half is still too small.
 fn join_smallest<L: SequenceLengths>(
     plan: &mut BatchPlan<'_, L>,
@@ -141,7 +142,7 @@ fn join_smallest<L: SequenceLengths>(
     n_ranks: usize,
 ) -> Option<()> {
     let others = (0..plan.len()).filter(|&index| index != small);
-    let smallest = others.min_by_key(|&index| plan.planned(index).len())?;
+    let smallest = others.min_by_key(|&index| plan.planned_batch(index).len())?;
     let both = plan.remove_pair(small, smallest);
     if plan.allows(&both) {
         plan.push(&both);

@@ -13,7 +13,7 @@ use crate::{
 /// The number of steps that a rank has taken; serializable with the feature `serde`.
 ///
 /// A state belongs to certain batches: sequences, order, configurations, world size and epoch.
-/// [`resume`](crate::DistributedBatchSampler::resume) rejects it for others.
+/// [`resume`](crate::DistributedBatchSampler::resume) rejects the state for other batches.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
@@ -46,7 +46,8 @@ impl fmt::Display for BatchState {
 
 /// Hashes the batches in the order of steps, and the settings that assign them to ranks.
 ///
-/// It includes every index, because two orders can have the same cuts and the same first sequences.
+/// The hash includes every index, because two orders can have the same cuts and the same first
+/// sequences.
 pub(super) fn fingerprint<L: SequenceLengths>(
     plan: &BatchPlan<'_, L>,
     batches: &[u32],
@@ -64,7 +65,7 @@ pub(super) fn fingerprint<L: SequenceLengths>(
     let cost = config.cost;
     fingerprint.extend([cost.per_sequence, cost.per_token, cost.per_token_squared]);
     for &batch in batches {
-        let planned = plan.planned(batch as usize);
+        let planned = plan.planned_batch(batch as usize);
         fingerprint.extend([planned.len() as u64, planned.padded_length, planned.real_tokens]);
         fingerprint.extend(plan.indices(batch as usize).iter().copied().map(u64::from));
     }

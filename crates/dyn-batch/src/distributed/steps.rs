@@ -118,7 +118,7 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
 pub struct Steps<'a, L> {
     sampler: &'a DistributedBatchSampler<L>,
     plan: BatchPlan<'a, L>,
-    /// Batches of the first step, rank by rank, then of the second, and so on; one per dealt step.
+    /// Indices of the batches, step by step: one batch per rank, or one batch in a dealt step.
     batches: Vec<u32>,
     batches_per_step: usize,
     remaining: Range<usize>,
@@ -144,7 +144,7 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
             }
             StepLayout::Dealt => {
                 fill_small_batch(&mut plan, world_size, config.remainder)?;
-                (plan.numbers().collect(), 1)
+                (plan.batch_indices().collect(), 1)
             }
         };
         let seed = config.shuffle.map(|seed| seed.derive(epoch.as_u64()));
@@ -215,16 +215,19 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
         self.batches.len() / self.batches_per_step
     }
 
-    /// Returns the planned batches of a step: one per rank, or one that is dealt.
-    fn planned(&self, step: usize) -> &[u32] {
+    /// Returns the indices of the batches of a step: one per rank, or one that is dealt to all
+    /// ranks.
+    fn batch_indices_of_step(&self, step: usize) -> &[u32] {
         &self.batches[step * self.batches_per_step..][..self.batches_per_step]
     }
 
     fn step_batches(&self, step: usize) -> Vec<Batch> {
         match self.sampler.config().layout {
-            StepLayout::Grouped => {
-                self.planned(step).iter().map(|&batch| self.plan.batch(batch as usize)).collect()
-            }
+            StepLayout::Grouped => self
+                .batch_indices_of_step(step)
+                .iter()
+                .map(|&batch| self.plan.batch(batch as usize))
+                .collect(),
             StepLayout::Dealt => self.deal(step).map(|part| self.batch(part)).collect(),
         }
     }
@@ -232,17 +235,18 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     fn rank_batch(&self, rank: usize, step: usize) -> Option<Batch> {
         match self.sampler.config().layout {
             StepLayout::Grouped => {
-                let batch = self.planned(step).get(rank)?;
+                let batch = self.batch_indices_of_step(step).get(rank)?;
                 Some(self.plan.batch(*batch as usize))
             }
             StepLayout::Dealt => self.deal(step).nth(rank).map(|part| self.batch(part)),
         }
     }
 
-    /// Divides the sequences of a dealt step, rank by rank.
+    /// Divides the sequences of a dealt step over the ranks, and returns the sequences of each
+    /// rank.
     fn deal(&self, step: usize) -> impl Iterator<Item = Vec<Sequence>> {
         let cost = self.sampler.config().cost;
-        let batch = self.planned(step)[0];
+        let batch = self.batch_indices_of_step(step)[0];
         let sequences: Vec<Sequence> = self.plan.sequences(batch as usize).collect();
         let lengths = sequences.iter().map(|sequence| sequence.length);
         let costs: Vec<u64> = lengths.map(|length| cost.for_length(length)).collect();
@@ -256,13 +260,13 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
         self.plan.limits().batch(sequences.into_iter())
     }
 
-    fn read(&self, step: usize) -> Step {
+    fn read_step(&self, step: usize) -> Step {
         let placement = self.sampler.placement();
-        let batches = self.planned(step).iter();
-        let tokens = batches.map(|&batch| self.plan.planned(batch as usize).real_tokens);
-        let batch = self.rank_batch(placement.rank().as_usize(), step);
+        let batches = self.batch_indices_of_step(step).iter();
+        let tokens = batches.map(|&batch| self.plan.planned_batch(batch as usize).real_tokens);
+        let rank_batch = self.rank_batch(placement.rank().as_usize(), step);
         #[expect(clippy::expect_used, reason = "steps are made for the world of the placement")]
-        let batch = batch.expect("every rank has a batch");
+        let batch = rank_batch.expect("every rank has a batch");
         Step {
             batch,
             real_tokens: tokens.fold(0, u64::saturating_add),
@@ -296,11 +300,11 @@ impl<L: SequenceLengths> Iterator for Steps<'_, L> {
     type Item = Step;
 
     fn next(&mut self) -> Option<Step> {
-        self.remaining.next().map(|step| self.read(step))
+        self.remaining.next().map(|step| self.read_step(step))
     }
 
     fn nth(&mut self, n: usize) -> Option<Step> {
-        self.remaining.nth(n).map(|step| self.read(step))
+        self.remaining.nth(n).map(|step| self.read_step(step))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {

@@ -14,7 +14,7 @@ pub(crate) struct LengthRun {
     pub(crate) count: u64,
 }
 
-/// Lengths below this bound have an entry in a table; longer lengths have one in a map.
+/// Lengths below this bound have an entry in a table; longer lengths have an entry in a map.
 const TABLE_LEN: u64 = 1 << 20;
 
 /// The number of sequences of each length.
@@ -101,7 +101,7 @@ impl LengthCounter {
 const NO_SLOT: u32 = u32::MAX;
 
 /// The position of the next sequence of each length in the sorted order; equal lengths keep their
-/// order. It supports fewer than 2^32 sequences.
+/// order. There must be fewer than 2^32 sequences.
 #[derive(Debug)]
 pub(crate) struct SortSlots {
     short: Vec<u32>,

@@ -1,9 +1,9 @@
 //! Best-fit decreasing: each sequence, longest first, goes into the fullest row with enough space.
 //!
-//! It needs at most 11/9 of the optimum plus 6/9 of a row (Johnson et al., "Worst-case performance
-//! bounds for simple one-dimensional packing algorithms", 1974; Dósa, 2007). Sequences of equal
-//! length are placed together, and rows are indexed by free space, so it takes O(n + capacity)
-//! steps instead of O(n · rows).
+//! The algorithm needs at most 11/9 of the optimum plus 6/9 of a row (Johnson et al., "Worst-case
+//! performance bounds for simple one-dimensional packing algorithms", 1974; Dósa, 2007). Sequences
+//! of equal length are placed together, and rows are indexed by free space, so it takes O(n +
+//! capacity) steps instead of O(n · rows).
 
 #![expect(
     clippy::cast_possible_truncation,
@@ -26,11 +26,11 @@ pub(super) fn assign(histogram: &LengthHistogram, row: RowSpace) -> PackedRows {
     let mut open = RowsBySpace::new(row, shortest.length);
     let mut row_of = Vec::with_capacity(histogram.count() as usize);
     for &LengthRun { length, count } in histogram.runs().iter().rev() {
-        let mut unplaced = count;
-        while unplaced > 0 {
-            let (row, placed) = open.place(length, unplaced);
-            row_of.extend(std::iter::repeat_n(row, placed as usize));
-            unplaced -= placed;
+        let mut n_unplaced = count;
+        while n_unplaced > 0 {
+            let (row, n_placed) = open.place(length, n_unplaced);
+            row_of.extend(std::iter::repeat_n(row, n_placed as usize));
+            n_unplaced -= n_placed;
         }
     }
     PackedRows { row_of, free_space: open.free_space }
@@ -65,21 +65,21 @@ impl RowsBySpace {
     /// Puts up to `count` sequences of `length` into the fullest row with enough space; returns the
     /// row and the number placed.
     ///
-    /// Placed one by one, they would go to the same row, because a row that takes one becomes
-    /// fuller than all other rows with space.
+    /// Placed one by one, the sequences would go to the same row, because a row that takes one
+    /// sequence becomes fuller than all other rows with space.
     fn place(&mut self, length: u64, count: u64) -> (u32, u64) {
         let row = match self.spaces.first_from(length as usize) {
             Some(space) => self.pop(space),
             None => self.push_new(),
         };
         let free_space = &mut self.free_space[row as usize];
-        let placed = count.min(free_space.capacity(length));
-        *free_space = free_space.after_adding(length, placed);
+        let n_placed = count.min(free_space.capacity(length));
+        *free_space = free_space.after_adding(length, n_placed);
         let RowSpace { tokens, sequences } = *free_space;
         if sequences > 0 {
             self.push(row, tokens as usize);
         }
-        (row, placed)
+        (row, n_placed)
     }
 
     fn push_new(&mut self) -> u32 {

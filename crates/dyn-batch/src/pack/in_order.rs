@@ -17,7 +17,7 @@ impl OpenRows {
     }
 
     /// Puts a sequence into the fullest row with enough space, and passes full rows to `done`. If
-    /// no row has space and no more may be open, the fullest row is passed on.
+    /// no row has space and no more rows may be opened, the fullest row is passed to `done` first.
     pub(crate) fn push(&mut self, sequence: Sequence, mut done: impl FnMut(Vec<Sequence>)) {
         let index = match self.fullest(|space| space.capacity(sequence.length) > 0) {
             Some(index) => index,
@@ -37,7 +37,7 @@ impl OpenRows {
         matching.min_by_key(|&index| self.rows[index].0.tokens)
     }
 
-    /// Opens a row, and closes the fullest one if too many are open.
+    /// Opens a row, after closing the fullest row if the maximum number of rows is open.
     fn open(&mut self, done: &mut impl FnMut(Vec<Sequence>)) -> usize {
         if self.rows.len() == self.max_open {
             #[expect(clippy::expect_used, reason = "`BatchLimits` rejects zero open rows")]

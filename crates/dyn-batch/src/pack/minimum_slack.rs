@@ -38,7 +38,7 @@ struct UnpackedLengths {
 struct LengthEntry {
     length: u64,
     count: u64,
-    /// Position of the first one in the descending order of all sequences.
+    /// Position of the first of these sequences in the descending order of all sequences.
     start: usize,
 }
 
@@ -54,7 +54,7 @@ impl UnpackedLengths {
         Self { entries, next: (0..=n_left).collect(), n_left }
     }
 
-    /// Removes the empty entries once they are half of all.
+    /// Removes the empty entries once they are at least half of all entries.
     fn compact(&mut self) {
         if self.n_left <= self.entries.len() / 2 {
             self.entries.retain(|entry| entry.count > 0);
@@ -89,8 +89,8 @@ impl UnpackedLengths {
         repeats.min().expect("a row has at least the longest sequence") as usize
     }
 
-    /// Takes some sequences and returns the position of the first in the descending order. They are
-    /// taken from the back, so that the start of the entry stays valid.
+    /// Takes some sequences, and returns the position of the first of them in the descending order.
+    /// Sequences are taken from the end of their entry, so that the start of the entry stays valid.
     fn take(&mut self, piece: RowPiece) -> usize {
         let LengthEntry { count, start, .. } = &mut self.entries[piece.entry];
         *count -= piece.count;
@@ -155,8 +155,9 @@ fn add_rows(
 /// A depth-first search for the pieces that fill a row best.
 struct RowSearch<'a> {
     unpacked: &'a mut UnpackedLengths,
-    /// Pieces in the row, and pieces of the fullest row so far.
+    /// Pieces in the row.
     taken: Vec<RowPiece>,
+    /// Pieces of the fullest row so far.
     best: Vec<RowPiece>,
     least_space: u64,
     /// Number of remaining choices.

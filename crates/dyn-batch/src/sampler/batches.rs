@@ -16,10 +16,10 @@ use crate::{
 
 /// An iterator of batches over an iterator of sequences.
 ///
-/// It reads no more sequences than the next batch needs, so streams may be endless. It holds only
-/// the open batches: one, one per bucket or open row, or a window. Two strategies read all
-/// sequences before the first batch: [`Sorted`](crate::DynamicBatchStrategy::Sorted) without a
-/// window, and [`Pack`](crate::DynamicBatchStrategy::Pack) except in order.
+/// The iterator reads no more sequences than the next batch needs, so streams may be endless. It
+/// holds only the open batches: one batch, one per bucket or open row, or a window. Two strategies
+/// read all sequences before the first batch: [`Sorted`](crate::DynamicBatchStrategy::Sorted)
+/// without a window, and [`Pack`](crate::DynamicBatchStrategy::Pack) except in order.
 ///
 /// The stream may return its own errors. The first error, of the stream or of a batch, ends the
 /// iteration and discards the sequences of open batches.
@@ -150,8 +150,8 @@ where
     I: Iterator<Item = Result<Sequence, E>>,
     E: From<Error>,
 {
-    /// Adds the next sequence, or makes the last batches if there is none; returns `None` after
-    /// that.
+    /// Adds the next sequence, or makes the last batches if there is no next sequence. Returns
+    /// `None` after the last batches.
     fn advance(&mut self) -> Option<Result<(), E>> {
         Some(match self.sequences.as_mut()?.next() {
             Some(sequence) => sequence.and_then(|sequence| Ok(self.add(sequence)?)),

@@ -15,9 +15,9 @@ use crate::{
     sampler::batches::Batches,
 };
 
-/// A sampler of the batches of a data set, in its order or another one.
+/// A sampler of the batches of a data set, in the order of the data set or in another order.
 ///
-/// It looks up lengths one by one as batches are made, and never reads a sequence.
+/// The sampler looks up lengths one by one as batches are made, and never reads a sequence.
 ///
 /// # Determinism
 ///
@@ -106,7 +106,8 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
         Batches::with_limits(sequences, self.limits.clone())
     }
 
-    /// Multiplies limits and multiple by the world size, for batches of all ranks together.
+    /// Multiplies the limits and the batch size multiple by the world size, for batches of all
+    /// ranks together.
     pub(crate) fn for_all_ranks(self, world_size: WorldSize) -> Result<Self> {
         let config = self.config().clone();
         match config.strategy {

@@ -91,20 +91,20 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
         let mut admitted = Vec::new();
         for index in indices {
             let admission = self.limits().admit(self.measure(index.into())?)?;
-            let counted = report.count(admission);
-            if counted.is_some() {
+            let admitted_sequence = report.count(admission);
+            if admitted_sequence.is_some() {
                 admitted.push(index);
             }
         }
         Ok(admitted)
     }
 
-    /// Returns an admitted sequence, truncated if needed.
+    /// Returns the admitted sequence `index`, truncated if needed.
     #[expect(
         clippy::expect_used,
         reason = "`SequenceLengths` must return the same length each time"
     )]
-    fn admitted(&self, index: u32) -> Sequence {
+    fn admitted_sequence(&self, index: u32) -> Sequence {
         let sequence = self.measure(index.into());
         self.limits().truncate(sequence.expect("an admitted sequence has a length"))
     }
@@ -140,10 +140,12 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
     ) -> Result<Self> {
         let mut drop_counts = PaddingReport::default();
         let admitted = sampler.admit_all(order, &mut drop_counts)?;
-        let sequences = || admitted.iter().map(|&index| (index, sampler.admitted(index).length));
+        let sequences =
+            || admitted.iter().map(|&index| (index, sampler.admitted_sequence(index).length));
         let histogram = LengthHistogram::new(sequences().map(|(_, length)| length));
-        let known = parse_cut(cut, sampler.limits(), histogram.count());
-        let arrangement = strategy.arrange(&histogram, sequences(), sampler.limits(), known)?;
+        let known_ends = parse_cut(cut, sampler.limits(), histogram.count());
+        let arrangement =
+            strategy.arrange(&histogram, sequences(), sampler.limits(), known_ends)?;
         drop_counts.dropped = arrangement.dropped;
         let BatchArrangement { ids: indices, batches, .. } = arrangement;
         Ok(Self { sampler, indices, batches, drop_counts })
@@ -191,14 +193,14 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
         &self,
         index: usize,
     ) -> impl ExactSizeIterator<Item = Sequence> + DoubleEndedIterator + '_ {
-        self.measured(self.indices(index))
+        self.measure_all(self.indices(index))
     }
 
     fn measured<'b>(
         &'b self,
         indices: &'b [u32],
     ) -> impl ExactSizeIterator<Item = Sequence> + DoubleEndedIterator + 'b {
-        indices.iter().map(|&index| self.sampler.admitted(index))
+        indices.iter().map(|&index| self.sampler.admitted_sequence(index))
     }
 
     /// Returns the report without batches: only skipped, truncated and dropped sequences.
@@ -208,7 +210,7 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
 
     /// Returns the indices of all batches.
     #[expect(clippy::expect_used, reason = "a plan has fewer than 2^32 sequences")]
-    pub(crate) fn numbers(&self) -> Range<u32> {
+    pub(crate) fn batch_indices(&self) -> Range<u32> {
         0..u32::try_from(self.len()).expect("no batch is empty")
     }
 
@@ -219,7 +221,7 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
     }
 
     /// Returns a planned batch; panics if `index` is out of range.
-    pub(crate) fn planned(&self, index: usize) -> &PlannedBatch {
+    pub(crate) fn planned_batch(&self, index: usize) -> &PlannedBatch {
         &self.batches[index]
     }
 
@@ -246,21 +248,22 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
 
     /// Returns true if these sequences can share a batch.
     pub(crate) fn allows(&self, indices: &[u32]) -> bool {
-        let Some(longest) = self.measured(indices).map(|sequence| sequence.length).max() else {
+        let Some(longest) = self.measure_all(indices).map(|sequence| sequence.length).max() else {
             return false;
         };
         let max_rows = self.limits().max_rows(self.limits().padded_length(longest));
         indices.len() as u64 <= max_rows
     }
 
-    /// Repeats the sequences of a batch up to `len`, and moves it to the end of the plan.
+    /// Repeats the sequences of a batch up to `len` sequences, and moves the batch to the end of
+    /// the plan.
     pub(crate) fn repeat(&mut self, index: usize, len: usize) {
         let repeated: Vec<u32> = self.indices(index).iter().copied().cycle().take(len).collect();
         self.batches.remove(index);
         self.push(&repeated);
     }
 
-    /// Adds a batch of these sequences, which must fit into one.
+    /// Adds a batch of these sequences, which must fit into one batch.
     pub(crate) fn push(&mut self, indices: &[u32]) {
         let start = self.indices.len() as u32;
         self.indices.extend(indices);
@@ -270,7 +273,7 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
     /// Plans a batch of a range of the sequences.
     fn plan(&self, range: Range<u32>) -> PlannedBatch {
         let indices = &self.indices[range.start as usize..range.end as usize];
-        let batch = self.limits().batch(self.measured(indices));
+        let batch = self.limits().batch(self.measure_all(indices));
         let Batch { padded_length, real_tokens, .. } = batch;
         PlannedBatch { range, padded_length, real_tokens }
     }

@@ -5,7 +5,8 @@ use core_types::Seed;
 /// Shuffles `items` reproducibly for a seed.
 ///
 /// Each position has a separate draw from the seed, and positions are filled from the last to the
-/// first. That mirrors [`core_types::shuffle`], so items are reversed before and after it.
+/// first. [`core_types::shuffle`] fills them from the first to the last, so items are reversed
+/// before and after it.
 pub(crate) fn shuffle<T>(items: &mut [T], seed: Seed) {
     items.reverse();
     core_types::shuffle(items, |n| n - 1 - draw(seed, n));

@@ -54,7 +54,7 @@ impl SortedGroups {
     pub(crate) fn cut(&self, cut: Cut) -> Vec<usize> {
         match cut {
             Cut::Greedy => self.greedy(),
-            Cut::Optimal => optimal::ends(&self.levels),
+            Cut::Optimal => optimal::optimal_ends(&self.levels),
         }
     }
 

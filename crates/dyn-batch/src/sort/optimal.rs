@@ -32,15 +32,15 @@ pub(super) struct LengthLevel {
     pub(super) max_groups: usize,
 }
 
-/// Returns the ends of the batches.
-pub(super) fn ends(levels: &[LengthLevel]) -> Vec<usize> {
+/// Returns the ends of the batches of the optimal cut.
+pub(super) fn optimal_ends(levels: &[LengthLevel]) -> Vec<usize> {
     let Some(&LengthLevel { end: n_groups, padded_length, .. }) = levels.last() else {
         return Vec::new();
     };
     // Costs of 64 bits halve the time, so use them if no cost overflows.
     let starts = match padded_length.checked_mul(n_groups as u64 + 1) {
-        Some(_) => starts::<u64>(levels, n_groups),
-        None => starts::<u128>(levels, n_groups),
+        Some(_) => choose_starts::<u64>(levels, n_groups),
+        None => choose_starts::<u128>(levels, n_groups),
     };
     let ends = std::iter::successors(Some(n_groups), |&end| Some(starts[end] as usize));
     let mut ends: Vec<usize> = ends.take_while(|&end| end > 0).collect();
@@ -55,7 +55,7 @@ impl TokenCount for u64 {}
 impl TokenCount for u128 {}
 
 /// Returns the start of the last batch of each prefix.
-fn starts<C: TokenCount>(levels: &[LengthLevel], n_groups: usize) -> Vec<u32> {
+fn choose_starts<C: TokenCount>(levels: &[LengthLevel], n_groups: usize) -> Vec<u32> {
     let mut starts = vec![0; n_groups + 1];
     let mut previous = PrefixLayer { prefixes: 0..1, costs: vec![C::from(0)] };
     let mut stretches = Vec::new();
@@ -159,8 +159,8 @@ impl<C: TokenCount> StartChoice<'_, C> {
                 }
             }
             let (cost, best_start) = best?;
-            let added = C::from((prefix - first) as u64) * length;
-            self.layer.costs[prefix - first] = cost + added;
+            let cost_in_layer = C::from((prefix - first) as u64) * length;
+            self.layer.costs[prefix - first] = cost + cost_in_layer;
             self.starts[prefix - first] = best_start as u32;
             latest.get_or_insert(best_start);
         }
@@ -219,9 +219,9 @@ mod tests {
     fn cuts_match_the_definition() {
         for seed in 0..2000 {
             let levels = levels(seed);
-            assert_eq!(ends(&levels), prefix_by_prefix(&levels), "seed {seed}: {levels:?}");
+            assert_eq!(optimal_ends(&levels), prefix_by_prefix(&levels), "seed {seed}: {levels:?}");
             let Some(last) = levels.last() else { continue };
-            let wide_starts = starts::<u128>(&levels, last.end);
+            let wide_starts = choose_starts::<u128>(&levels, last.end);
             let mut start = 0;
             for end in prefix_by_prefix(&levels) {
                 assert_eq!(wide_starts[end] as usize, start, "128-bit costs, seed {seed}");

@@ -29,8 +29,8 @@ impl MemoryLimit {
     }
 }
 
-/// Returns the Linux limits of this process, one of `n_processes` of a run on this machine. On
-/// other systems the list is empty.
+/// Returns the limits of this process on Linux: its address space, and its cgroups, which all
+/// `n_processes` of a run on this machine share. On other systems the list is empty.
 pub fn system_limits(n_processes: u64) -> Vec<MemoryLimit> {
     limits_under(Path::new("/"), n_processes)
 }
@@ -42,10 +42,10 @@ fn limits_under(root: &Path, n_processes: u64) -> Vec<MemoryLimit> {
     if let Some(bytes) = read("proc/self/limits").as_deref().and_then(address_space) {
         limits.push(MemoryLimit::for_process(bytes, "its address space (ulimit -v)"));
     }
-    let groups = read("proc/self/cgroup").map_or_else(Vec::new, |list| group_files(&list));
-    for file in groups {
-        let text = fs::read_to_string(root.join(&file));
-        if let Some(bytes) = text.ok().as_deref().and_then(parse_limit) {
+    let files = read("proc/self/cgroup").map_or_else(Vec::new, |list| group_files(&list));
+    for file in files {
+        let text = fs::read_to_string(root.join(&file)).ok();
+        if let Some(bytes) = text.as_deref().and_then(parse_limit) {
             let source = format!("its cgroup (/{})", file.display());
             limits.push(MemoryLimit { bytes, source, n_processes });
         }
@@ -64,7 +64,7 @@ fn address_space(limits: &str) -> Option<u64> {
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// Returns memory and swap in a `/proc/meminfo`.
+/// Returns the bytes of memory and swap in a `/proc/meminfo`.
 fn memory_and_swap(meminfo: &str) -> Option<u64> {
     let field_bytes = |name: &str| {
         let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
@@ -73,8 +73,8 @@ fn memory_and_swap(meminfo: &str) -> Option<u64> {
     field_bytes("MemTotal:")?.checked_add(field_bytes("SwapTotal:")?)
 }
 
-/// Returns the limit files of the cgroups in a `/proc/PID/cgroup`, version 1 or 2, with the files
-/// of all outer groups, which limit their inner groups.
+/// Returns the limit files of the cgroups in a `/proc/PID/cgroup`, version 1 or 2. The limits of outer
+/// groups also apply to inner groups, so their files are included.
 fn group_files(list: &str) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for line in list.lines() {
@@ -94,7 +94,7 @@ fn group_files(list: &str) -> Vec<PathBuf> {
     files
 }
 
-/// Returns the number of a limit, or `None` for `max`.
+/// Parses a limit in bytes. Returns `None` for `max`, which is no limit.
 fn parse_limit(text: &str) -> Option<u64> {
     text.trim().parse().ok()
 }

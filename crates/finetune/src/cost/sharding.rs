@@ -22,7 +22,7 @@ pub struct Sharding {
     /// Number of copies of the model, each sharded over a group of devices.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub replicas: u64,
-    /// Number of units gathered ahead.
+    /// Number of units gathered in advance.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub prefetch: usize,
     /// Whether optimizers run inside the backward pass.
@@ -219,10 +219,10 @@ pub(crate) fn cost_model(sharding: Option<&Sharding>, precision: Precision) -> C
     if sharding.optimizer_in_backward { model.with_optimizer_in_backward() } else { model }
 }
 
-/// The bytes of parameters, gradients and optimizer state.
+/// The bytes of parameters, gradients and optimizer state, with and without sharding.
 #[derive(Clone, Copy, Debug)]
 pub struct ModelBytes {
-    /// Bytes of a device with the whole model.
+    /// Bytes of a device that has the whole model.
     pub whole_bytes: u128,
     /// Bytes of the largest rank of a plan.
     pub sharded_bytes: u128,
@@ -233,13 +233,13 @@ pub struct ModelBytes {
 impl ModelBytes {
     /// Computes the bytes of a model from the cost of its plan.
     fn new(parameters: &[ParameterInfo], sharded: &PlanCost, is_sharded: bool) -> Result<Self> {
-        let whole =
+        let unsharded =
             plan(None, parameters, WorldSize::ONE)?.cost(&cost_model(None, Precision::F32))?;
-        Ok(Self { whole_bytes: largest(&whole), sharded_bytes: largest(sharded), is_sharded })
+        Ok(Self { whole_bytes: largest(&unsharded), sharded_bytes: largest(sharded), is_sharded })
     }
 }
 
-/// Returns the bytes of the largest rank.
+/// Returns the bytes of the rank with the most bytes.
 fn largest(cost: &PlanCost) -> u128 {
     cost.ranks.iter().map(RankCost::total_bytes).fold(0, u128::max)
 }

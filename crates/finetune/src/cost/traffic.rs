@@ -32,31 +32,32 @@ pub struct StepTraffic {
 }
 
 impl StepTraffic {
-    /// Returns the totals of the first device of this process so far.
+    /// Returns the total traffic of this process's first device so far.
     pub(crate) fn so_far(mesh: &DeviceMesh) -> Traffic {
         // Every process of a mesh has at least one device.
         mesh.traffic()[0]
     }
 
-    /// Returns the calls of the first device since these totals.
+    /// Returns the traffic of this process's first device since its total was `before`.
     pub(crate) fn since(mesh: &DeviceMesh, before: Traffic) -> Self {
         let step = Self::so_far(mesh) - before;
-        let others = [step.reduce, step.all_to_all, step.ppermute, step.broadcast, step.barrier];
+        let other_tallies =
+            [step.reduce, step.all_to_all, step.ppermute, step.broadcast, step.barrier];
         let calls = |tally: Tally| CollectiveCalls { calls: tally.calls, bytes: tally.bytes };
-        let mut sum = CollectiveCalls::default();
-        for tally in others {
-            sum.calls += tally.calls;
-            sum.bytes += tally.bytes;
+        let mut others = CollectiveCalls::default();
+        for tally in other_tallies {
+            others.calls += tally.calls;
+            others.bytes += tally.bytes;
         }
         Self {
             all_gather: calls(step.all_gather),
             reduce_scatter: calls(step.reduce_scatter),
             all_reduce: calls(step.all_reduce),
-            others: sum,
+            others,
         }
     }
 
-    /// Returns the calls by name.
+    /// Returns the calls of each kind of collective, with its name.
     pub fn kinds(self) -> [(&'static str, CollectiveCalls); 4] {
         [
             ("all_gather", self.all_gather),

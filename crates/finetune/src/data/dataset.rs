@@ -1,4 +1,4 @@
-//! Examples, and the tensors of their steps.
+//! Converts the examples of steps to tensors.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ pub enum Rows {
 pub(crate) struct DataSet {
     examples: Examples,
     rows: Rows,
-    devices: usize,
+    n_devices: usize,
 }
 
 /// The tensors of a step, all [rows, length].
@@ -54,10 +54,10 @@ tensor_tree!(BatchTensors { data: [ids, targets, packing] });
 tensor_tree!(RowPacking { data: [segment_ids, position_ids] });
 
 impl DataSet {
-    /// Lays examples out in rows for `devices` devices. Empty rows pad each step to a multiple of
+    /// Makes a data set for `n_devices` devices. Each step is padded with empty rows, to a multiple of
     /// this number.
-    pub(crate) fn new(examples: Examples, rows: Rows, devices: usize) -> Self {
-        Self { examples, rows, devices }
+    pub(crate) fn new(examples: Examples, rows: Rows, n_devices: usize) -> Self {
+        Self { examples, rows, n_devices }
     }
 
     /// Returns the length of every sequence, in tokens.
@@ -70,39 +70,40 @@ impl DataSet {
         &self.examples
     }
 
-    /// Returns the tensors of a step: of one batch of padded rows, or of several packed rows.
+    /// Returns the tensors of a step. A step with padded rows is one batch; with packed rows, each row
+    /// is a batch.
     ///
     /// # Errors
     ///
     /// If the device runs out of memory.
     pub(crate) fn collate(&self, batches: &[Batch], device: &Device) -> Result<BatchTensors> {
         match self.rows {
-            Rows::Padded => self.padded(&batches[0], device),
-            Rows::Packed => self.packed(batches, device),
+            Rows::Padded => self.collate_padded(&batches[0], device),
+            Rows::Packed => self.collate_packed(batches, device),
         }
     }
 
     /// Returns tensors with one row per sequence.
-    fn padded(&self, batch: &Batch, device: &Device) -> Result<BatchTensors> {
+    fn collate_padded(&self, batch: &Batch, device: &Device) -> Result<BatchTensors> {
         let mut batch = batch.clone();
-        batch.rows = batch.rows.next_multiple_of(self.devices as u64);
+        batch.rows = batch.rows.next_multiple_of(self.n_devices as u64);
         let masks = self.target_masks(&batch);
         let padded = Collator::default().pad(&batch, |index| self.examples.ids(index), device)?;
         let targets = padded.labels_where(|index| &masks[&index])?;
         Ok(BatchTensors { ids: padded.ids, targets, packing: None })
     }
 
-    /// Returns tensors with one row per batch, padded to the longest.
-    fn packed(&self, batches: &[Batch], device: &Device) -> Result<BatchTensors> {
+    /// Returns tensors with one row per batch, all padded to the length of the longest row.
+    fn collate_packed(&self, batches: &[Batch], device: &Device) -> Result<BatchTensors> {
         let longest = batches.iter().map(|batch| batch.padded_length).fold(0, u64::max);
         let rows: Vec<BatchTensors> = batches
             .iter()
-            .map(|batch| self.packed_row(batch, longest, device))
+            .map(|batch| self.collate_packed_row(batch, longest, device))
             .collect::<Result<_>>()?;
-        let n_rows = rows.len().next_multiple_of(self.devices);
+        let n_rows = rows.len().next_multiple_of(self.n_devices);
         let stack = |field: fn(&BatchTensors) -> &Tensor, fill| {
-            let rows: Vec<&Tensor> = rows.iter().map(field).collect();
-            pad_rows(&Tensor::cat(&rows, 0)?, n_rows, fill)
+            let tensors: Vec<&Tensor> = rows.iter().map(field).collect();
+            pad_rows(&Tensor::cat(&tensors, 0)?, n_rows, fill)
         };
         Ok(BatchTensors {
             ids: stack(|row| &row.ids, 0)?,
@@ -114,7 +115,12 @@ impl DataSet {
         })
     }
 
-    fn packed_row(&self, batch: &Batch, length: u64, device: &Device) -> Result<BatchTensors> {
+    fn collate_packed_row(
+        &self,
+        batch: &Batch,
+        length: u64,
+        device: &Device,
+    ) -> Result<BatchTensors> {
         let mut batch = batch.clone();
         batch.padded_length = length;
         let masks = self.target_masks(&batch);
@@ -125,7 +131,7 @@ impl DataSet {
         Ok(BatchTensors { ids: row.ids, targets, packing: Some(packing) })
     }
 
-    /// Returns 1 for the targets of each sequence, and 0 for its other tokens.
+    /// Returns a mask for each sequence of a batch: 1 for targets, and 0 for other tokens.
     fn target_masks(&self, batch: &Batch) -> BTreeMap<u64, Vec<u8>> {
         let ignored = Collator::default().ignore_index;
         let mut masks = BTreeMap::new();
@@ -138,7 +144,7 @@ impl DataSet {
 }
 
 impl BatchTensors {
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     fn packing(&self) -> &RowPacking {
         self.packing.as_ref().expect("packed rows have a layout")
     }
@@ -146,10 +152,10 @@ impl BatchTensors {
 
 /// Adds rows filled with `fill` up to `n_rows` rows.
 fn pad_rows(rows: &Tensor, n_rows: usize, fill: i64) -> Result<Tensor> {
-    let (n_found, length) = rows.dims2()?;
-    if n_found == n_rows {
+    let (n_present, length) = rows.dims2()?;
+    if n_present == n_rows {
         return Ok(rows.clone());
     }
-    let empty = Tensor::full(fill, (n_rows - n_found, length), rows.device())?;
+    let empty = Tensor::full(fill, (n_rows - n_present, length), rows.device())?;
     Tensor::cat(&[rows, &empty.to_dtype(rows.dtype())?], 0)
 }

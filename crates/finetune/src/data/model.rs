@@ -1,4 +1,4 @@
-//! A model of the Llama family in training, with or without adapters.
+//! A model of the Llama family for training, with or without adapters.
 
 use candle_core::{DType, Device, Result as CandleResult};
 use candle_nn::VarBuilder;
@@ -13,12 +13,12 @@ use crate::{
 
 /// A model that is trained on [`BatchTensors`].
 ///
-/// One loop trains all models, with or without adapters, from folders or of bytes. A second loop
-/// would have to repeat locks, checkpoints, agreement between processes and recovery.
+/// One training loop serves all models: model folders and byte-level models, with or without adapters.
+/// A second loop would have to repeat locks, checkpoints, agreement between processes and recovery.
 #[derive(Clone, Debug)]
 pub(crate) struct Model(pub(crate) Llama);
 
-/// Sizes of a model that determine the memory of a token.
+/// The sizes of a model that determine the memory per token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ModelSizes {
     /// Number of blocks.
@@ -46,7 +46,7 @@ impl Model {
         self.0.units()
     }
 
-    /// Returns the loss of a shard.
+    /// Returns the loss of a batch.
     ///
     /// # Errors
     ///
@@ -69,7 +69,7 @@ impl Model {
 
     /// Returns the patterns of parameters without weight decay.
     pub(crate) fn undecayed(&self) -> Vec<&'static str> {
-        // Adapters are matrices, and no other parameters are trained with them.
+        // Adapters are matrices, which decay, and the other parameters are then not trained.
         if self.lora().is_some() {
             return Vec::new();
         }
@@ -77,8 +77,9 @@ impl Model {
         Llama::NORMS.into_iter().chain(biases).collect()
     }
 
-    /// Returns patterns of extra tensors that weight files may contain.
-    pub(crate) fn passed_over(&self) -> Vec<&'static str> {
+    /// Returns patterns of tensors that weight files may contain although the model has no such
+    /// parameters.
+    pub(crate) fn unexpected_weights(&self) -> Vec<&'static str> {
         self.0.unexpected_weights()
     }
 
@@ -88,7 +89,8 @@ impl Model {
     ///
     /// [`SpecError::UnknownLayer`] if an adapter names a layer that the model does not have.
     pub(crate) fn parameters(&self) -> Result<Vec<ParameterInfo>> {
-        // Only layers named by adapters can be missing: all others follow from the configuration.
+        // Only a layer named by adapters can be missing: all other layers follow from the
+        // configuration.
         let mut declared = declare(|vb| self.declare(&vb), DType::F32, &Device::Cpu)
             .map_err(|cause| SpecError::UnknownLayer { cause })?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
@@ -103,13 +105,13 @@ impl Model {
         Ok(parameters)
     }
 
-    /// Returns the sizes that determine the memory of a token.
+    /// Returns the sizes that determine the memory per token.
     pub(crate) fn sizes(&self) -> ModelSizes {
         let config = self.0.config();
         let queries = config.num_attention_heads * config.head_dim;
         let keys = config.num_key_value_heads * config.head_dim;
-        // Norms, sums and projections; queries and keys before and after rotation, values, and the
-        // output of attention; gate and up.
+        // Hidden width: norms, sums and projections. Queries: before and after rotation, and the output
+        // of attention. Keys: before and after rotation, and values. Feed-forward width: gate and up.
         let hidden = config.hidden_size;
         let attention_width = 3 * queries + 3 * keys;
         let layer_width = 6 * hidden + attention_width + 2 * config.intermediate_size;

@@ -1,4 +1,4 @@
-//! The batch schedule of a run: from lengths to steps, with sampler and batcher.
+//! The batch schedule of a run, which samples sequences and groups them into the batches of steps.
 
 use std::{iter, sync::Arc};
 
@@ -12,27 +12,27 @@ use dyn_batch::{
 use crate::error::{Error, Result, run::RunError};
 
 /// Default maximum of padded tokens in a batch over all devices.
-const MAX_TOKENS: u64 = 4096;
+const DEFAULT_MAX_TOKENS: u64 = 4096;
 
-/// The number of lengths that share a batch.
+/// The width of a bucket: the number of consecutive lengths that may share a batch.
 pub(crate) const BUCKET_WIDTH: u64 = 16;
 
-/// Random streams of a run, one per purpose.
+/// Random streams of a run's seed, one per purpose.
 pub(crate) const INIT_STREAM: u64 = 0;
 pub(crate) const ORDER_STREAM: u64 = 1;
 pub(crate) const VALIDATION_STREAM: u64 = 2;
 
-/// Random streams of a run's order.
+/// Random streams of the seed of [`ORDER_STREAM`].
 const SEQUENCE_STREAM: u64 = 0;
 const BATCH_STREAM: u64 = 1;
 
 /// Returns the default maximum of padded tokens in a step: at least enough for one sequence of
 /// length `longest` per device.
 pub(crate) fn default_max_tokens(world_size: WorldSize, longest: usize) -> u64 {
-    MAX_TOKENS.max(world_size.as_u64() * longest as u64)
+    DEFAULT_MAX_TOKENS.max(world_size.as_u64() * longest as u64)
 }
 
-/// The batches of a step.
+/// Settings of the batches of a step.
 #[derive(Clone, Debug)]
 pub(crate) struct Batching {
     /// Strategy that selects the sequences of a batch.
@@ -41,29 +41,30 @@ pub(crate) struct Batching {
     pub(crate) max_tokens: u64,
     /// Maximum sequences of a batch, if limited.
     pub(crate) max_batch_size: Option<u64>,
-    /// Number of batches in a step: one, or several packed rows.
-    pub(crate) batches: u64,
+    /// Number of batches in a step: 1 for padded rows. A packed row is a batch, and a step may have
+    /// several.
+    pub(crate) n_batches: u64,
 }
 
 impl Batching {
     /// Groups sequences of similar length into batches, one per step.
     pub(crate) fn bucketed(max_tokens: u64) -> Self {
         let strategy = DynamicBatchStrategy::Bucket(Buckets::Width(BUCKET_WIDTH));
-        Self { strategy, max_tokens, max_batch_size: None, batches: 1 }
+        Self { strategy, max_tokens, max_batch_size: None, n_batches: 1 }
     }
 }
 
-/// The batches of a run, epoch by epoch.
+/// The steps of a run, epoch by epoch.
 ///
 /// Every process plans the steps of all devices, and the mesh splits them. The steps therefore do
 /// not depend on the number of devices, which may change when a run is resumed.
 #[derive(Debug)]
 pub(crate) struct BatchSchedule {
-    order: DistributedSampler,
-    batches: DistributedBatchSampler<Vec<u64>>,
+    sequences: DistributedSampler,
+    steps: DistributedBatchSampler<Vec<u64>>,
 }
 
-/// One step of all devices.
+/// One step, with the batches of all devices.
 #[derive(Debug)]
 pub(crate) struct ScheduledStep {
     /// Epoch of the step.
@@ -75,29 +76,31 @@ pub(crate) struct ScheduledStep {
 }
 
 impl BatchSchedule {
-    /// Plans steps of sequences of these lengths in random order. Batches are shuffled too, so that
-    /// short sequences do not all come at the end of an epoch.
+    /// Plans steps of sequences of these lengths in random order. Batches are shuffled too:
+    /// otherwise the short sequences would all come at the end of an epoch.
     ///
     /// # Errors
     ///
     /// [`Error::Batch`] or [`Error::Sampler`] if there is no sequence, or if a sequence is too long.
     pub(crate) fn new(lengths: Vec<u64>, seed: Seed, batching: &Batching) -> Result<Self> {
-        let config = SamplerConfig::default().with_seed(seed.derive(SEQUENCE_STREAM));
-        let order = DistributedSampler::new(lengths.len() as u64, Placement::SINGLE, config)?;
-        let config = BatchConfig::default()
+        let sequence_config = SamplerConfig::default().with_seed(seed.derive(SEQUENCE_STREAM));
+        let sequences =
+            DistributedSampler::new(lengths.len() as u64, Placement::SINGLE, sequence_config)?;
+        let mut batch_config = BatchConfig::default()
             .with_strategy(batching.strategy.clone())
             .with_max_tokens(batching.max_tokens);
-        let config = match batching.max_batch_size {
-            Some(most) => config.with_max_batch_size(most),
-            None => config,
-        };
-        let shuffled = DistributedConfig::default().with_shuffle(seed.derive(BATCH_STREAM));
-        let batches = DynamicBatchSampler::new(lengths, config)?;
-        let place = Placement::new(0, batching.batches)?;
-        Ok(Self { order, batches: DistributedBatchSampler::new(batches, place, shuffled)? })
+        if let Some(max_batch_size) = batching.max_batch_size {
+            batch_config = batch_config.with_max_batch_size(max_batch_size);
+        }
+        let batches = DynamicBatchSampler::new(lengths, batch_config)?;
+        // The mesh divides a step later. The "ranks" of this sampler are the batches of a step.
+        let placement = Placement::new(0, batching.n_batches)?;
+        let step_config = DistributedConfig::default().with_shuffle(seed.derive(BATCH_STREAM));
+        let steps = DistributedBatchSampler::new(batches, placement, step_config)?;
+        Ok(Self { sequences, steps })
     }
 
-    /// Returns the padding and the steps of the first epoch.
+    /// Returns the padding of the first epoch, and the batches of each of its steps.
     ///
     /// # Errors
     ///
@@ -107,46 +110,49 @@ impl BatchSchedule {
         Ok((steps.report(), (0..steps.len()).map_while(|nth| steps.step(nth)).collect()))
     }
 
-    /// Checks that `state` is a position in these batches.
+    /// Checks that `state` is a position in this schedule.
     ///
     /// # Errors
     ///
-    /// [`Error::Batch`] if it is not: the text has changed.
+    /// [`Error::Batch`] if the state belongs to another schedule, since the text has changed.
     pub(crate) fn check_position(&self, state: Option<&BatchState>) -> Result<()> {
         self.steps_after(state).map(drop)
     }
 
-    /// Returns all further steps, from `state` or from the first epoch on. An error is the last item.
+    /// Returns all steps after `state`, or all steps of the run. An epoch that cannot be planned is
+    /// one error. [`RunError::LastEpoch`] is the last item.
     ///
     /// # Errors
     ///
-    /// [`Error::Batch`] if the state belongs to other batches, since the text has changed.
-    pub(crate) fn batches(
+    /// [`Error::Batch`] if the state belongs to another schedule, since the text has changed.
+    pub(crate) fn steps(
         self: &Arc<Self>,
         state: Option<&BatchState>,
     ) -> Result<impl Iterator<Item = Result<ScheduledStep>> + use<>> {
-        let first = self.steps_after(state)?;
-        let later = (first.state().epoch.as_u64()..=u64::MAX).skip(1);
+        let first_epoch = self.steps_after(state)?;
+        // `skip(1)` instead of `epoch + 1`, which overflows after the last epoch.
+        let later_epochs = (first_epoch.state().epoch.as_u64()..=u64::MAX).skip(1);
         let schedule = Arc::clone(self);
-        let later = later.flat_map(move |epoch| match schedule.epoch(Epoch::new(epoch)) {
-            Ok(steps) => scheduled(steps),
-            Err(error) => vec![Err(error)],
-        });
+        let later_steps =
+            later_epochs.flat_map(move |epoch| match schedule.epoch(Epoch::new(epoch)) {
+                Ok(steps) => collect_steps(steps),
+                Err(error) => vec![Err(error)],
+            });
         let end = iter::once_with(|| Err(RunError::LastEpoch.into()));
-        Ok(scheduled(first).into_iter().chain(later).chain(end))
+        Ok(collect_steps(first_epoch).into_iter().chain(later_steps).chain(end))
     }
 
-    /// Returns the rest of an epoch after `state`, or the first epoch.
+    /// Returns the remaining steps of the epoch of `state`, or all steps of the first epoch.
     fn steps_after(&self, state: Option<&BatchState>) -> Result<Steps<'_, Vec<u64>>> {
         match state {
             None => self.epoch(Epoch::ZERO),
-            Some(state) => Ok(self.batches.resume(state, &self.order_in(state.epoch))?),
+            Some(state) => Ok(self.steps.resume(state, &self.sequences_in(state.epoch))?),
         }
     }
 
     fn epoch(&self, epoch: Epoch) -> Result<Steps<'_, Vec<u64>>> {
-        self.batches.epoch(epoch, &self.order_in(epoch)).map_err(|error| match error {
-            // The "ranks" are the packed rows of a step here.
+        self.steps.epoch(epoch, &self.sequences_in(epoch)).map_err(|error| match error {
+            // See `new`: the "ranks" are the packed rows of a step.
             dyn_batch::Error::CannotFillStep { n_batches, world_size: rows } => {
                 RunError::PackedRows { n_rows: n_batches, expected: rows }.into()
             }
@@ -154,24 +160,25 @@ impl BatchSchedule {
         })
     }
 
-    fn order_in(&self, epoch: Epoch) -> DistributedSampler {
-        let mut order = self.order.clone();
-        order.set_epoch(epoch);
-        order
+    fn sequences_in(&self, epoch: Epoch) -> DistributedSampler {
+        let mut sequences = self.sequences.clone();
+        sequences.set_epoch(epoch);
+        sequences
     }
 }
 
 /// Returns the remaining steps of an epoch.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
-fn scheduled(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<ScheduledStep>> {
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
+fn collect_steps(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<ScheduledStep>> {
     let first = steps.state().step;
     let mut scheduled = Vec::with_capacity(steps.len());
     for nth in first.. {
+        // `next` returns only the batch of one "rank", but moves the state.
         if steps.next().is_none() {
             break;
         }
-        let nth = usize::try_from(nth).expect("steps in memory have indices of type usize");
-        let batches = steps.step(nth).expect("`next` has just returned this step");
+        let index = usize::try_from(nth).expect("steps in memory have indices of type usize");
+        let batches = steps.step(index).expect("`next` has just returned this step");
         let state = steps.state();
         scheduled.push(Ok(ScheduledStep { epoch: state.epoch.as_u64(), batches, state }));
     }
@@ -192,26 +199,26 @@ mod tests {
         let bucketed = Batching::bucketed(128);
         resumes(&schedule((10..60).collect(), &bucketed), &schedule(vec![3, 2], &bucketed));
         let strategy = DynamicBatchStrategy::Pack(Packing::BestFit);
-        let packed = Batching { strategy, max_tokens: 64, max_batch_size: None, batches: 2 };
+        let packed = Batching { strategy, max_tokens: 64, max_batch_size: None, n_batches: 2 };
         resumes(&schedule((10..60).collect(), &packed), &schedule(vec![3, 2], &packed));
     }
 
     fn resumes(schedule: &Arc<BatchSchedule>, other: &Arc<BatchSchedule>) {
         let all: Vec<ScheduledStep> =
-            schedule.batches(None).unwrap().take(60).map(Result::unwrap).collect();
+            schedule.steps(None).unwrap().take(60).map(Result::unwrap).collect();
         assert!(all[59].epoch > 0);
         for at in [0, 7, 58] {
-            let rest = schedule.batches(Some(&all[at].state)).unwrap();
+            let rest = schedule.steps(Some(&all[at].state)).unwrap();
             for (next, expected) in rest.map(Result::unwrap).zip(&all[at + 1..]) {
                 assert_eq!((next.epoch, &next.batches), (expected.epoch, &expected.batches));
             }
         }
         // A damaged checkpoint may name the last epoch, which has no successor.
         let last = schedule.epoch(Epoch::new(u64::MAX)).unwrap().state();
-        let mut rest = schedule.batches(Some(&last)).unwrap();
+        let mut rest = schedule.steps(Some(&last)).unwrap();
         let end = rest.find_map(Result::err).unwrap().to_string();
         assert!(end.contains("no epoch comes after"), "{end}");
         assert!(rest.next().is_none());
-        assert!(other.batches(Some(&all[3].state)).is_err());
+        assert!(other.steps(Some(&all[3].state)).is_err());
     }
 }

@@ -9,7 +9,7 @@ use core_types::human::Printable;
 
 use crate::error::Error;
 
-/// An error of a text that is not a valid example.
+/// An error of training examples.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ExampleError {
@@ -23,7 +23,7 @@ pub enum ExampleError {
         /// The line.
         line: String,
     },
-    /// A line is an example of another kind than the first of its file.
+    /// The example of a line is of another kind than the first example of the file.
     #[error("{location} holds {kind}, but line {first} holds {expected}")]
     KindMismatch {
         /// The line's place.
@@ -46,7 +46,7 @@ pub enum ExampleError {
     NotUtf8 {
         /// The file.
         path: PathBuf,
-        /// The first byte that is wrong.
+        /// The error, which gives the position of the first invalid byte.
         cause: io::Error,
     },
     /// A file or folder has no example.
@@ -56,11 +56,11 @@ pub enum ExampleError {
         path: PathBuf,
     },
     /// An example is longer than the context.
-    #[error("{location} has {length} tokens, and the context is {context}")]
+    #[error("{location} has {length} tokens, more than the context of {context}")]
     Overlong {
         /// The example's place.
         location: SourceLocation,
-        /// The number of its tokens.
+        /// The number of tokens of the example.
         length: usize,
         /// Maximum number of tokens of an example.
         context: usize,
@@ -73,7 +73,7 @@ pub enum ExampleError {
         /// Maximum number of tokens of an example.
         context: usize,
     },
-    /// An example has no token that follows another.
+    /// An example has no target that follows another token.
     #[error("{location} has no token to predict")]
     NoTarget {
         /// The example's place.
@@ -87,7 +87,7 @@ pub enum ExampleError {
         /// The error of the tokenizer.
         cause: Box<Error>,
     },
-    /// One part of a split would be empty.
+    /// The training examples or the validation examples of a split would be empty.
     #[error(
         "a fraction {fraction} of {n_examples} examples is {n_held_out}, must be 1 to {}",
         n_examples.saturating_sub(1)
@@ -97,7 +97,7 @@ pub enum ExampleError {
         fraction: f64,
         /// The number of all examples.
         n_examples: usize,
-        /// The size of the second part.
+        /// The number of validation examples.
         n_held_out: usize,
     },
 }
@@ -132,9 +132,9 @@ struct Excerpt<'a>(&'a str);
 
 impl fmt::Display for Excerpt<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const SHOWN_CHARS: usize = 40;
-        let shown: String = self.0.chars().take(SHOWN_CHARS).collect();
-        let more = if shown.len() < self.0.len() { "…" } else { "" };
-        write!(f, "{shown:?}{more}")
+        const MAX_CHARS: usize = 40;
+        let beginning: String = self.0.chars().take(MAX_CHARS).collect();
+        let ellipsis = if beginning.len() < self.0.len() { "…" } else { "" };
+        write!(f, "{beginning:?}{ellipsis}")
     }
 }

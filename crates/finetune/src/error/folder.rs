@@ -24,15 +24,15 @@ pub enum FolderError {
         /// The error of the system.
         cause: io::Error,
     },
-    /// The `config.json` describes another kind of model.
+    /// The `config.json` does not describe a supported model.
     #[error("{}: {cause}", Printable(path.display()))]
     Model {
         /// The file.
         path: PathBuf,
-        /// The field that is wrong.
+        /// The error, which names the field.
         cause: ModelError,
     },
-    /// The weights are in another format than safetensors.
+    /// The folder has weights, but not in the safetensors format.
     #[error("{} has weights only in {}", Printable(path.display()), Printable(file))]
     OtherFormat {
         /// The folder.
@@ -49,21 +49,27 @@ pub enum FolderError {
         /// The folder.
         path: PathBuf,
     },
-    /// The folder has adapters without their model.
+    /// The folder has adapters, but not their base model.
     #[error("{} holds adapters, but not their model", Printable(path.display()))]
     AdaptersAlone {
         /// The folder.
         path: PathBuf,
     },
-    /// The weights cannot be read, or have other names than the model.
+    /// The weights cannot be read, or their names differ from the model's names.
     #[error(transparent)]
     Weights(#[from] Box<dist_checkpoint::Error>),
-    /// A tensor of the weights has another shape or type than the model's.
+    /// A file in the folder of a run has changed since the run wrote it with the weights.
+    #[error("{} has changed since the run wrote it, or is missing", Printable(path.display()))]
+    ChangedFile {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The shape or dtype of a tensor of the weights does not fit the model.
     #[error("{}: {cause}", Printable(path.display()))]
     TensorMismatch {
         /// The folder.
         path: PathBuf,
-        /// The tensor that differs.
+        /// The error, which names the tensor.
         cause: dist_checkpoint::ParameterError,
     },
     /// The adapters cannot be read.
@@ -74,10 +80,10 @@ pub enum FolderError {
         /// The error of the reader.
         cause: Box<dist_train::Error>,
     },
-    /// The adapters belong to another model.
+    /// The adapters belong to another model: it has a layer that this model does not have.
     #[error("{}", pmap_mesh::one_line(cause))]
     AdapterMismatch {
-        /// The layer that is missing.
+        /// The error, which names the layer.
         cause: candle_core::Error,
     },
 }

@@ -1,4 +1,4 @@
-//! Errors of model folders, texts and generation.
+//! Errors of model folders, texts, runs and generation.
 
 pub(crate) mod example;
 pub(crate) mod folder;
@@ -20,7 +20,7 @@ use self::{
     spec::SpecError, tokenizer::TokenizerError,
 };
 
-/// The result of reading a model or its texts, or of generating text.
+/// The result of an operation of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of model folders, texts, runs or generation.
@@ -46,7 +46,7 @@ pub enum Error {
         /// The error of the system.
         cause: io::Error,
     },
-    /// A JSON file is damaged, or has other fields.
+    /// A JSON file does not hold the expected content.
     #[error("{} does not hold {expected}: {cause}", Printable(path.display()))]
     Json {
         /// The file.
@@ -56,7 +56,7 @@ pub enum Error {
         /// The error of the parser.
         cause: serde_json::Error,
     },
-    /// A model folder is incomplete, or of a model that cannot be trained here.
+    /// A model folder is incomplete or damaged, or its model is not supported.
     #[error(transparent)]
     Folder(#[from] FolderError),
     /// A tokenizer or its chat template cannot be used.

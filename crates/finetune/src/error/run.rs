@@ -10,7 +10,7 @@ use crate::error::Error;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunError {
-    /// The description has another format.
+    /// The format version of the description is not supported.
     #[error(
         "{} has format_version {found}, and this program reads {supported}",
         Printable(path.display())
@@ -24,15 +24,12 @@ pub enum RunError {
         supported: u32,
     },
     /// The description has changed since it was written.
-    #[error(
-        "{} is damaged: seed, steps, text, max_tokens, finetune, recipe or sessions have changed",
-        Printable(path.display())
-    )]
+    #[error("{} is damaged: it has changed since the run wrote it", Printable(path.display()))]
     Damaged {
         /// The file.
         path: PathBuf,
     },
-    /// A folder holds another model than the run started with.
+    /// A folder does not hold the model that the run started with.
     #[error("{} is not the model that the run started with", Printable(path.display()))]
     ModelMismatch {
         /// The folder.
@@ -41,7 +38,7 @@ pub enum RunError {
     /// The texts have changed since the run started.
     #[error("the text is not the one that the run started with")]
     TextMismatch,
-    /// Another program started or continued the run while this one read it.
+    /// Another program started or continued the run while this program read it.
     #[error("the run in {} went on while it was read", Printable(path.display()))]
     WentOn {
         /// The folder of the run.
@@ -63,7 +60,7 @@ pub enum RunError {
         /// The folder.
         path: PathBuf,
     },
-    /// A step has numbers that are not finite.
+    /// A step computed an infinite number or NaN.
     #[error(
         "step {step} of {steps} failed on batch {batch} of epoch {epoch} with learning rate \
          {learning_rate}: {cause}"
@@ -81,10 +78,10 @@ pub enum RunError {
         learning_rate: f64,
         /// Step of the latest checkpoint, if there is one.
         checkpoint: Option<u64>,
-        /// The number that is not finite.
+        /// The error, which names the number.
         cause: Box<dist_train::Error>,
     },
-    /// A checkpoint has more steps than the run.
+    /// A checkpoint was written after more steps than the run has.
     #[error(
         "{} was written after step {step}, but the run has {steps} steps",
         Printable(path.display())
@@ -112,10 +109,10 @@ pub enum RunError {
     /// The base model of a run's adapters cannot be opened.
     #[error(transparent)]
     Base {
-        /// The error of its folder.
+        /// The error of the base model's folder.
         cause: Box<Error>,
     },
-    /// A file takes the place of a model.
+    /// The path of a model's folder is a file.
     #[error("{} is not a folder", Printable(path.display()))]
     NotAFolder {
         /// The file.
@@ -135,10 +132,10 @@ pub enum RunError {
         /// Rows of a step.
         expected: WorldSize,
     },
-    /// The number of epochs has reached its maximum.
+    /// The last possible epoch has ended.
     #[error("no epoch comes after the last of 2^64")]
     LastEpoch,
-    /// The held-out examples are fewer than a step.
+    /// Fewer examples or tokens are held out than a step has.
     #[error("{found} {unit} are held out, fewer than one step ({least})")]
     ValidationTooSmall {
         /// Number of held-out examples or tokens.

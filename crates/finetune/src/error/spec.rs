@@ -21,7 +21,7 @@ pub enum SpecError {
         /// Its range, in words.
         expected: String,
     },
-    /// An option of a resumed run is not the one that the run started with.
+    /// An option of a resumed run differs from the value that the run started with.
     #[error("{name} is another than the run started with: {}", started.as_deref().unwrap_or("none"))]
     ResumeMismatch {
         /// Option.
@@ -37,8 +37,8 @@ pub enum SpecError {
         /// The path.
         path: PathBuf,
     },
-    /// A model of a folder has no texts to learn from.
-    #[error("a model of a folder needs texts to learn from")]
+    /// A model folder is given without training texts.
+    #[error("a model folder needs training texts")]
     NoData,
     /// The heads of attention do not divide the width of the model.
     #[error("a width of {hidden} does not split evenly over {n_heads} heads")]
@@ -48,16 +48,16 @@ pub enum SpecError {
         /// Number of heads.
         n_heads: usize,
     },
-    /// Gradients are clipped, and the optimizer runs inside the backward pass.
+    /// Gradients cannot be clipped if the optimizer runs inside the backward pass.
     #[error(
         "an optimizer in the backward pass cannot clip gradients to a norm of {max_grad_norm}: the \
-         norm of all of them is known after that pass"
+         norm of all gradients is only known after the backward pass"
     )]
     ClippedInBackward {
-        /// Largest norm of all gradients together.
+        /// Maximum norm of all gradients together.
         max_grad_norm: f64,
     },
-    /// The `config.json` describes another kind of model.
+    /// The `config.json` does not describe a supported model.
     #[error(transparent)]
     Model(ModelError),
     /// Adapters have no base model.

@@ -14,7 +14,7 @@ pub enum TokenizerError {
         /// The folder.
         path: PathBuf,
     },
-    /// The file is damaged, or its parts do not fit together.
+    /// The file is damaged, or its parts contradict each other.
     #[error("{}: {}", Printable(path.display()), Printable(reason))]
     Broken {
         /// The file.
@@ -22,18 +22,18 @@ pub enum TokenizerError {
         /// The message of the library.
         reason: String,
     },
-    /// The tokenizer is random.
+    /// The tokenizer has dropout, so its tokens are random.
     #[error(
-        "{}: with dropout {dropout}, tokens are random: it must be null",
+        "{}: dropout is {dropout}, must be null: with dropout, tokens are random",
         Printable(path.display())
     )]
     Dropout {
         /// The file.
         path: PathBuf,
-        /// The probability of a skipped merge.
+        /// The probability that a merge is skipped.
         dropout: f32,
     },
-    /// A token is not in the vocabulary of the model.
+    /// A token of the tokenizer is not in the vocabulary of the model.
     #[error(
         "{}: its token {} has number {id}, but the model has {vocab_size} tokens",
         Printable(path.display()),
@@ -42,9 +42,9 @@ pub enum TokenizerError {
     VocabularyMismatch {
         /// The file.
         path: PathBuf,
-        /// The last token.
+        /// The token with the highest number.
         token: String,
-        /// The number of that token.
+        /// The number of this token.
         id: u32,
         /// The number of tokens of the model.
         vocab_size: usize,
@@ -111,10 +111,10 @@ pub enum TokenizerError {
         /// The error of the template.
         reason: String,
     },
-    /// The chat template changes earlier messages when it adds one.
+    /// The chat template changes the text of earlier messages when a message is added.
     #[error(
-        "{}: the chat template does not append: message {message}, or a later message, changes the \
-         text of the messages before it",
+        "{}: the chat template does not append: message {message} or a later one changes the text \
+         of earlier messages",
         Printable(path.display())
     )]
     Rewrites {

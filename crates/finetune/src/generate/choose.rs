@@ -19,8 +19,7 @@ impl Chooser {
         Self { temperature: options.temperature, seed: options.seed, n_chosen: 0 }
     }
 
-    /// Returns the next token by the logits [vocabulary] of all tokens. A logit of −∞ excludes its
-    /// token.
+    /// Chooses the next token by `logits` [vocabulary]. A logit of −∞ excludes its token.
     ///
     /// # Errors
     ///
@@ -33,15 +32,14 @@ impl Chooser {
             }
         }
         let position = match self.temperature {
-            None => likeliest(&logits),
-            Some(temperature) => drawn(&logits, temperature, self.next_fraction()),
+            None => find_likeliest(&logits),
+            Some(temperature) => draw(&logits, temperature, self.next_fraction()),
         };
         let Some(position) = position else { candle_core::bail!("no logit is a finite number") };
         u32::try_from(position).map_err(candle_core::Error::wrap)
     }
 
-    /// Returns a number from 0 up to 1 that depends only on the seed and the number of choices
-    /// before.
+    /// Returns a number in [0, 1) that depends only on the seed and the number of earlier choices.
     fn next_fraction(&mut self) -> f64 {
         let random = self.seed.derive(self.n_chosen).as_u64();
         self.n_chosen += 1;
@@ -50,25 +48,26 @@ impl Chooser {
     }
 }
 
-/// Returns the first position of the greatest logit.
-fn likeliest(logits: &[f32]) -> Option<usize> {
+/// Returns the first position of the greatest logit, or `None` if no logit is finite.
+fn find_likeliest(logits: &[f32]) -> Option<usize> {
     let finite = logits.iter().enumerate().filter(|(_, logit)| logit.is_finite());
     let first_greatest = finite.reduce(|best, other| if other.1 > best.1 { other } else { best });
     first_greatest.map(|(position, _)| position)
 }
 
-/// Returns the first position where the cumulative probability exceeds `fraction`.
-fn drawn(logits: &[f32], temperature: f64, fraction: f64) -> Option<usize> {
-    let greatest = f64::from(logits[likeliest(logits)?]);
+/// Returns the first position where the cumulative probability exceeds `fraction`, or `None` if no logit
+/// is finite.
+fn draw(logits: &[f32], temperature: f64, fraction: f64) -> Option<usize> {
+    let greatest = f64::from(logits[find_likeliest(logits)?]);
     let weight = |&logit: &f32| ((f64::from(logit) - greatest) / temperature).exp();
     let weights: Vec<f64> = logits.iter().map(weight).collect();
-    let mut left = fraction * weights.iter().sum::<f64>();
-    let exceeded = weights.iter().position(|weight| {
-        left -= weight;
-        left < 0.
+    let mut remaining = fraction * weights.iter().sum::<f64>();
+    let position = weights.iter().position(|weight| {
+        remaining -= weight;
+        remaining < 0.
     });
-    // After rounding, no position may exceed the fraction: then the last possible token is chosen.
-    exceeded.or_else(|| weights.iter().rposition(|&weight| weight > 0.))
+    // Because of rounding, there may be no such position. The last possible token is chosen then.
+    position.or_else(|| weights.iter().rposition(|&weight| weight > 0.))
 }
 
 #[cfg(test)]
@@ -114,10 +113,10 @@ mod tests {
 
     #[test]
     fn extreme_fractions_draw_valid_tokens() {
-        assert_eq!(drawn(&[0., 0.], 1., 0.), Some(0));
-        assert_eq!(drawn(&[0., 0.], 1., 1.), Some(1));
-        assert_eq!(drawn(&[0., f32::NEG_INFINITY], 1., 1.), Some(0));
-        assert_eq!(drawn(&[f32::NEG_INFINITY], 1., 0.5), None);
+        assert_eq!(draw(&[0., 0.], 1., 0.), Some(0));
+        assert_eq!(draw(&[0., 0.], 1., 1.), Some(1));
+        assert_eq!(draw(&[0., f32::NEG_INFINITY], 1., 1.), Some(0));
+        assert_eq!(draw(&[f32::NEG_INFINITY], 1., 0.5), None);
     }
 
     #[test]

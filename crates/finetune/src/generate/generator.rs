@@ -3,19 +3,22 @@
 use std::path::Path;
 
 use candle_core::{Device, IndexOp, Tensor};
+use dist_checkpoint::StoredWeights;
 use dist_train::{Lora, Units};
 use serde::Serialize;
 
 use crate::{
     error::{Result, folder::FolderError},
     files::CONFIG,
-    folder::Folder,
+    folder::{Folder, check_files_beside},
     generate::{choose::Chooser, options::Generation, prompt::Prompt, weights},
     models::{Llama, Tokens},
 };
 
 /// The file of PEFT that describes adapters in their folder.
 const ADAPTER_CONFIG: &str = "adapter_config.json";
+/// The file of their weights.
+const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 
 /// A model with its weights and its tokenizer, to generate text on the CPU in single precision.
 ///
@@ -91,6 +94,8 @@ impl Generator {
                 path: path.into(),
                 cause: Box::new(cause),
             })?;
+            let weights = StoredWeights::open(path.join(ADAPTER_WEIGHTS));
+            check_files_beside(path, &weights.map_err(|e| FolderError::from(Box::new(e)))?)?;
             llama = llama.with_lora(lora);
         }
         Ok(Self { units: weights::load(&folder, &llama)?, llama, folder })

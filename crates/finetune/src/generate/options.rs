@@ -10,8 +10,8 @@ use crate::error::generate::GenerateError;
 pub struct Generation {
     /// Maximum number of new tokens: 64 by default.
     pub max_tokens: usize,
-    /// Divisor of the logits for random tokens, or `None` (default) for the likeliest token each
-    /// time.
+    /// Divisor of the logits when tokens are drawn at random. `None`, the default, always takes the
+    /// likeliest token.
     pub temperature: Option<f64>,
     /// Seed of random tokens: 0 by default.
     pub seed: Seed,
@@ -32,7 +32,8 @@ impl Generation {
         Self { max_tokens, ..self }
     }
 
-    /// Draws tokens at random: 1 keeps the probabilities of the model, less favors likely tokens.
+    /// Draws tokens at random: a temperature of 1 keeps the probabilities of the model, and a lower
+    /// temperature favors likely tokens.
     #[must_use]
     pub fn with_temperature(self, temperature: f64) -> Self {
         Self { temperature: Some(temperature), ..self }

@@ -14,15 +14,16 @@ use crate::{
     models::Llama,
 };
 
-/// Loads the variables of a model in single precision: the weights of its folder, and its adapters.
+/// Loads the variables of a model in single precision, from the weights of its folder and from its
+/// adapters, if it has any.
 ///
 /// # Errors
 ///
 /// [`FolderError::Weights`] or [`FolderError::TensorMismatch`] if the weights are damaged or belong to
-/// another model, [`FolderError::AdapterMismatch`] if the adapters do.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+/// another model, [`FolderError::AdapterMismatch`] if the adapters belong to another model.
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<Units> {
-    // Only layers named by adapters can be missing: all others follow from the configuration.
+    // Only a layer named by adapters can be missing: all other layers follow from the configuration.
     let declared = declare(|vb| llama.declare(&vb), DType::F32, &Device::Cpu)
         .map_err(|cause| FolderError::AdapterMismatch { cause })?;
     let mut infos = Vec::with_capacity(declared.len());
@@ -32,34 +33,39 @@ pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<Units> {
         infos.push(TensorInfo { name, shape, dtype: DType::F32 });
     }
     let weights = folder.weights()?;
-    let failed = |error| weights_error(folder, error);
-    let missing = patterns(&Lora::PATTERNS);
-    let unexpected = patterns(&llama.unexpected_weights());
-    let missing = if llama.lora().is_some() { &missing[..] } else { &[] };
-    weights
-        .check_fits(&infos, AllowedNames { missing, unexpected: &unexpected })
-        .map_err(failed)?;
-    let adapters = llama.lora().map(Lora::values);
+    let to_folder_error = |error| weights_error(folder, error);
+    let adapter_names = patterns(&Lora::PATTERNS);
+    let unexpected_names = patterns(&llama.unexpected_weights());
+    let allowed = AllowedNames {
+        missing: if llama.lora().is_some() { &adapter_names[..] } else { &[] },
+        unexpected: &unexpected_names,
+    };
+    weights.check_fits(&infos, allowed).map_err(to_folder_error)?;
+    let read_adapter = llama.lora().map(Lora::values);
     let mut tensors = BTreeMap::new();
     for (parameter, info) in declared.iter().zip(&infos) {
         let all = 0..parameter.shape.elem_count();
-        let found = weights.items(info, all.clone(), &Device::Cpu).map_err(failed)?;
-        let items = match found {
+        let weight = weights.items(info, all.clone(), &Device::Cpu).map_err(to_folder_error)?;
+        let items = match weight {
             Some(items) => items,
-            None => adapters.as_ref().expect("only adapters may be missing")(parameter, all)?,
+            None => {
+                let read_adapter = read_adapter.as_ref().expect("only adapters may be missing");
+                read_adapter(parameter, all)?
+            }
         };
         tensors.insert(info.name.clone(), items.reshape(&parameter.shape)?);
     }
     let vb = VarBuilder::from_tensors(tensors.into_iter().collect(), DType::F32, &Device::Cpu);
-    Ok(Units::by(llama.units(), |vb| llama.declare(&vb))(vb)?)
+    let build = Units::by(llama.units(), |vb| llama.declare(&vb));
+    Ok(build(vb)?)
 }
 
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 fn patterns(names: &[&str]) -> Vec<Pattern> {
     names.iter().map(|name| name.parse().expect("a name is a pattern")).collect()
 }
 
-/// Converts an error of the weights, and adds the folder if it names only a tensor.
+/// Converts an error of the weights. An error that names only a tensor gets the path of the folder.
 fn weights_error(folder: &Folder, error: dist_checkpoint::Error) -> FolderError {
     match error {
         dist_checkpoint::Error::Parameter(

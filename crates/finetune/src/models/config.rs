@@ -20,11 +20,11 @@ pub struct LlamaConfig {
     pub intermediate_size: usize,
     /// Number of blocks.
     pub num_hidden_layers: usize,
-    /// Heads of the queries.
+    /// Number of query heads.
     pub num_attention_heads: usize,
-    /// Heads of keys and values, a divisor of the heads of queries.
+    /// Number of key and value heads, a divisor of the number of query heads.
     pub num_key_value_heads: usize,
-    /// Elements of a head, an even number.
+    /// Number of elements of a head, an even number.
     pub head_dim: usize,
     /// Maximum length of a sequence.
     pub max_position_embeddings: usize,
@@ -34,7 +34,7 @@ pub struct LlamaConfig {
     pub rope_theta: f64,
     /// Scaling of the rotary frequencies for long contexts.
     pub rope_scaling: RopeScaling,
-    /// Whether head and embedding share their weights.
+    /// Whether the head and the embedding share a weight.
     pub tie_word_embeddings: bool,
     /// Whether queries, keys and values have a bias, as in Qwen 2.
     pub attention_bias: bool,
@@ -48,12 +48,12 @@ pub struct LlamaConfig {
 }
 
 impl LlamaConfig {
-    /// Limit on sizes: above any model, and low enough that products do not overflow.
+    /// Limit on sizes, above those of any model, and low enough that products do not overflow.
     const MAX_SIZE: usize = 1 << 24;
-    /// Limit on the number of layers, above any model.
+    /// Limit on the number of layers, above that of any model.
     const MAX_LAYERS: usize = 1 << 14;
 
-    /// Checks the sizes.
+    /// Checks the sizes, and that no sequence is longer than the attention window.
     pub(super) fn check(&self) -> Result<(), ModelError> {
         for (field, size, max) in [
             ("vocab_size", self.vocab_size, Self::MAX_SIZE),

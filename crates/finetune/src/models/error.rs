@@ -6,7 +6,7 @@ use std::fmt::Display;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
-    /// The text is not JSON, or a field is missing or of another type.
+    /// The text is not JSON, or a field is missing or has the wrong type.
     #[error("the config.json of a model cannot be read: {0}")]
     Json(#[from] serde_json::Error),
     /// A field has an unsupported value, which would change the model's results.
@@ -19,7 +19,7 @@ pub enum ModelError {
         /// Its range, in words.
         expected: String,
     },
-    /// Two fields contradict each other: the file has both layouts, of transformers 4 and 5.
+    /// Two fields contradict each other, since the file has the layouts of both transformers 4 and 5.
     #[error("{first} and {second} differ, but mean the same: leave one of them out")]
     Differ {
         /// A field of `config.json`.
@@ -32,7 +32,7 @@ pub enum ModelError {
         "the weights are quantized (quantization_config), which is not supported: take the model's folder with weights in f32, f16 or bf16"
     )]
     Quantized,
-    /// Long sequences would need sliding-window attention.
+    /// Sequences may be longer than the attention window.
     #[error(
         "sliding_window is {window}, less than max_position_embeddings {context}: attention within a \
          window is not supported. Sequences of at most {window} tokens do not need it: lower \
@@ -44,7 +44,7 @@ pub enum ModelError {
         /// Maximum length of a sequence.
         context: usize,
     },
-    /// A sequence is longer than the model's positions.
+    /// A sequence has more tokens than the model has positions.
     #[error(
         "a sequence has {length} tokens, but the model has {context} positions (max_position_embeddings)"
     )]

@@ -51,7 +51,7 @@ impl Llama {
     /// builder. Patterns match whole components of a name, so `norm` matches only the last norm.
     pub const NORMS: [&'static str; 3] = ["norm", INPUT_NORM, POST_ATTENTION_NORM];
 
-    /// Makes a model of these sizes.
+    /// Makes a model with the sizes of a configuration.
     ///
     /// # Errors
     ///
@@ -77,7 +77,7 @@ impl Llama {
         self.lora.as_ref()
     }
 
-    /// Returns the sizes.
+    /// Returns the configuration, with the sizes of the model.
     #[must_use]
     pub fn config(&self) -> &LlamaConfig {
         &self.config
@@ -103,13 +103,13 @@ impl Llama {
 
     fn declare_base(&self, vb: &VarBuilder<'_>) -> Result<()> {
         let LlamaConfig { vocab_size, hidden_size, .. } = self.config;
-        self.matrix(&vb.pp(EMBEDDING), vocab_size, hidden_size)?;
+        self.declare_matrix(&vb.pp(EMBEDDING), vocab_size, hidden_size)?;
         for layer in 0..self.config.num_hidden_layers {
             self.declare_block(&vb.pp(block_name(layer)))?;
         }
         vb.pp(NORM).get_with_hints(hidden_size, "weight", init::ONE)?;
         if !self.config.tie_word_embeddings {
-            self.matrix(&vb.pp(HEAD), vocab_size, hidden_size)?;
+            self.declare_matrix(&vb.pp(HEAD), vocab_size, hidden_size)?;
         }
         Ok(())
     }
@@ -123,19 +123,19 @@ impl Llama {
         }
         let attention = vb.pp(ATTENTION);
         for (name, rows) in [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)] {
-            self.matrix(&attention.pp(name), rows, hidden_size)?;
+            self.declare_matrix(&attention.pp(name), rows, hidden_size)?;
             if self.config.attention_bias {
                 attention.pp(name).get_with_hints(rows, "bias", init::ZERO)?;
             }
         }
-        self.matrix(&attention.pp("o_proj"), hidden_size, queries)?;
+        self.declare_matrix(&attention.pp("o_proj"), hidden_size, queries)?;
         let mlp = vb.pp(MLP);
-        self.matrix(&mlp.pp("gate_proj"), intermediate_size, hidden_size)?;
-        self.matrix(&mlp.pp("up_proj"), intermediate_size, hidden_size)?;
-        self.matrix(&mlp.pp("down_proj"), hidden_size, intermediate_size)
+        self.declare_matrix(&mlp.pp("gate_proj"), intermediate_size, hidden_size)?;
+        self.declare_matrix(&mlp.pp("up_proj"), intermediate_size, hidden_size)?;
+        self.declare_matrix(&mlp.pp("down_proj"), hidden_size, intermediate_size)
     }
 
-    fn matrix(&self, vb: &VarBuilder<'_>, rows: usize, columns: usize) -> Result<()> {
+    fn declare_matrix(&self, vb: &VarBuilder<'_>, rows: usize, columns: usize) -> Result<()> {
         let random = Init::Randn { mean: 0., stdev: self.config.initializer_range };
         vb.get_with_hints((rows, columns), "weight", random).map(drop)
     }
@@ -145,8 +145,8 @@ impl Llama {
         UnitRules::new().unit(EMBED_UNIT, [EMBEDDING]).unit(HEAD_UNIT, [NORM, self.head_name()])
     }
 
-    /// Returns patterns of tensors that may be in the weights without being variables: frequencies
-    /// in folders of the first Llamas, and a tied head.
+    /// Returns patterns of tensors that weight files may contain although the model has no such
+    /// variables: frequencies in folders of the first Llamas, and a tied head.
     pub(crate) fn unexpected_weights(&self) -> Vec<&'static str> {
         let head = self.config.tie_word_embeddings.then_some(HEAD);
         ["rotary_emb"].into_iter().chain(head).collect()
@@ -158,9 +158,9 @@ impl Llama {
     ///
     /// [`ModelError::TooLong`] for more tokens than positions, and the errors of [`Units::unit`].
     pub fn logits(&self, model: &Units, tokens: &Tokens) -> Result<Tensor> {
-        let x = self.hidden(model, tokens)?;
+        let x = self.hidden_states(model, tokens)?;
         let llama = self.clone();
-        self.enter(model, HEAD_UNIT, &x, move |vb, x| llama.head_of(&vb, x))
+        self.run_unit(model, HEAD_UNIT, &x, move |vb, x| llama.head_logits(&vb, x))
     }
 
     /// Returns the summed cross-entropy of each token's label given the tokens before it, with the
@@ -174,12 +174,12 @@ impl Llama {
     /// The errors of [`logits`](Self::logits); also if the shape of the labels differs from the
     /// tokens, or a label is not in the vocabulary.
     pub fn loss(&self, model: &Units, tokens: &Tokens, labels: &Tensor) -> Result<Loss> {
-        let targets = shifted(labels)?;
+        let targets = shift_labels(labels)?;
         let n_targets = targets.ne(IGNORED)?.to_dtype(DType::F32)?.sum_all()?;
-        let x = self.hidden(model, tokens)?;
+        let x = self.hidden_states(model, tokens)?;
         let llama = self.clone();
-        let sum = self.enter(model, HEAD_UNIT, &x, move |vb, x| {
-            let logits = llama.head_of(&vb, x)?.to_dtype(DType::F32)?;
+        let sum = self.run_unit(model, HEAD_UNIT, &x, move |vb, x| {
+            let logits = llama.head_logits(&vb, x)?;
             let config = CrossEntropyConfig::default().with_ignore_index(IGNORED);
             Ok(cross_entropy(&logits, &targets, &config)?.sum)
         })?;
@@ -187,7 +187,7 @@ impl Llama {
     }
 
     /// Returns the output of the blocks [rows, length, hidden].
-    fn hidden(&self, model: &Units, tokens: &Tokens) -> Result<Tensor> {
+    fn hidden_states(&self, model: &Units, tokens: &Tokens) -> Result<Tensor> {
         self.check_length(tokens)?;
         let llama = self.clone();
         let mut x = model
@@ -196,7 +196,7 @@ impl Llama {
         for layer in 0..self.config.num_hidden_layers {
             let config = self.config.clone();
             let context = context.clone();
-            x = self.enter(model, &block_name(layer), &x, move |vb, x| {
+            x = self.run_unit(model, &block_name(layer), &x, move |vb, x| {
                 Block::new(&config, &vb)?.forward(x, &context)
             })?;
         }
@@ -204,7 +204,7 @@ impl Llama {
     }
 
     /// Runs a unit, with its adapters applied.
-    fn enter<F>(&self, model: &Units, name: &str, x: &Tensor, f: F) -> Result<Tensor>
+    fn run_unit<F>(&self, model: &Units, name: &str, x: &Tensor, f: F) -> Result<Tensor>
     where
         F: Fn(VarBuilder<'_>, &Tensor) -> Result<Tensor> + Clone + Send + Sync + 'static,
     {
@@ -245,8 +245,8 @@ impl Llama {
         if self.config.tie_word_embeddings { EMBEDDING } else { HEAD }
     }
 
-    /// Returns logits by the variables of the head.
-    fn head_of(&self, vb: &VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
+    /// Applies the last norm and the head, and returns logits.
+    fn head_logits(&self, vb: &VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
         self.head(vb)?.forward(&self.norm(vb)?.forward(x)?)
     }
 }
@@ -255,11 +255,11 @@ fn block_name(layer: usize) -> String {
     format!("model.layers.{layer}")
 }
 
-/// Shifts each label to the token before it, and ignores the last token.
-fn shifted(labels: &Tensor) -> Result<Tensor> {
+/// Moves each label to the token before it. The last token of a row gets [`IGNORED`].
+fn shift_labels(labels: &Tensor) -> Result<Tensor> {
     let (rows, length) = labels.dims2()?;
-    let none = Tensor::full(IGNORED, (rows, 1), labels.device())?;
-    Tensor::cat(&[&labels.narrow(1, 1, length.saturating_sub(1))?, &none], 1)
+    let ignored = Tensor::full(IGNORED, (rows, 1), labels.device())?;
+    Tensor::cat(&[&labels.narrow(1, 1, length.saturating_sub(1))?, &ignored], 1)
 }
 
 /// Inputs that all blocks share.
@@ -279,26 +279,26 @@ impl Context {
             return Ok(Self { cos, sin, attention });
         };
         let positions = position_ids.flatten_all()?;
-        let of_rows =
+        let select_rows =
             |table: Tensor| table.index_select(&positions, 0)?.reshape((rows, length, ()));
         Ok(Self {
-            cos: of_rows(cos)?,
-            sin: of_rows(sin)?,
-            attention: attention.with_mask(within_segments(segment_ids, dtype)?),
+            cos: select_rows(cos)?,
+            sin: select_rows(sin)?,
+            attention: attention.with_mask(segment_mask(segment_ids, dtype)?),
         })
     }
 }
 
 /// Returns a mask [rows, 1, length, length]: 0 within a segment, and −∞ elsewhere.
-fn within_segments(segment_ids: &Tensor, dtype: DType) -> Result<Tensor> {
+fn segment_mask(segment_ids: &Tensor, dtype: DType) -> Result<Tensor> {
     let (rows, length) = segment_ids.dims2()?;
     let shape = (rows, 1, length, length);
-    let of_query = segment_ids.reshape((rows, 1, length, 1))?.broadcast_as(shape)?;
-    let of_key = segment_ids.reshape((rows, 1, 1, length))?.broadcast_as(shape)?;
+    let query_ids = segment_ids.reshape((rows, 1, length, 1))?.broadcast_as(shape)?;
+    let key_ids = segment_ids.reshape((rows, 1, 1, length))?.broadcast_as(shape)?;
     let device = segment_ids.device();
-    let seen = Tensor::zeros(shape, dtype, device)?;
+    let visible = Tensor::zeros(shape, dtype, device)?;
     let hidden = Tensor::full(f32::NEG_INFINITY, shape, device)?.to_dtype(dtype)?;
-    of_query.eq(&of_key)?.where_cond(&seen, &hidden)
+    query_ids.eq(&key_ids)?.where_cond(&visible, &hidden)
 }
 
 /// Attention and a gated feed-forward network, each added to its input.

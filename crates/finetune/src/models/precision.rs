@@ -1,9 +1,9 @@
-//! The compute type of a model.
+//! The data type in which a model computes.
 
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
-/// The compute type of a model.
+/// The data type in which a model computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
@@ -18,7 +18,7 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// Returns candle's type.
+    /// Returns candle's data type.
     pub(crate) fn dtype(self) -> DType {
         match self {
             Self::F32 => DType::F32,

@@ -15,7 +15,7 @@ use crate::models::{
 
 /// The fields of all layouts.
 #[derive(Debug, Deserialize)]
-#[expect(clippy::struct_excessive_bools, reason = "as the file has them")]
+#[expect(clippy::struct_excessive_bools, reason = "the fields are those of the file")]
 struct Fields {
     vocab_size: usize,
     hidden_size: usize,
@@ -58,7 +58,7 @@ enum Window {
     Given(Option<usize>),
 }
 
-/// The fields that are checked before all others.
+/// The fields that are checked before all others, since other models may have other fields.
 #[derive(Debug, Deserialize)]
 struct ArchitectureFields {
     #[serde(default)]
@@ -127,9 +127,9 @@ impl LlamaConfig {
     /// # Ok::<(), finetune::models::ModelError>(())
     /// ```
     pub fn from_json(json: &str) -> Result<Self, ModelError> {
-        let first: ArchitectureFields = serde_json::from_str(json)?;
-        let architecture = architecture(&first.architectures)?;
-        if first.quantization_config.is_some_and(|config| !config.is_null()) {
+        let architecture_fields: ArchitectureFields = serde_json::from_str(json)?;
+        let architecture = architecture(&architecture_fields.architectures)?;
+        if architecture_fields.quantization_config.is_some_and(|config| !config.is_null()) {
             return Err(ModelError::Quantized);
         }
         let fields: Fields = serde_json::from_str(json)?;
@@ -156,21 +156,21 @@ impl LlamaConfig {
     }
 }
 
-/// Returns the only supported architecture among the names.
+/// Returns the architecture with one of these names. Exactly one name must be supported.
 fn architecture(found: &[String]) -> Result<Architecture, ModelError> {
-    let mut known = Vec::new();
+    let mut supported = Vec::new();
     for name in found {
-        known.extend(ARCHITECTURES.iter().filter(|(known, _)| known == name));
+        supported.extend(ARCHITECTURES.iter().filter(|(supported_name, _)| supported_name == name));
     }
-    let [(_, architecture)] = known[..] else {
+    let [(_, architecture)] = supported[..] else {
         let names = ARCHITECTURES.map(|(name, _)| name).join(", ");
         return Err(field_error("architectures", &format!("{found:?}"), format!("one of {names}")));
     };
     Ok(architecture)
 }
 
-/// Rejects settings of unsupported models.
-#[expect(clippy::float_cmp, reason = "only exactly 1 is all of a head")]
+/// Rejects settings that no supported model has.
+#[expect(clippy::float_cmp, reason = "only a factor of exactly 1 rotates the whole head")]
 fn check_supported(fields: &Fields, architecture: Architecture) -> Result<(), ModelError> {
     if let Some(activation) = fields.hidden_act.as_ref().filter(|name| *name != "silu") {
         return Err(field_error("hidden_act", &activation, "silu".into()));
@@ -264,12 +264,12 @@ fn scaling(rope: &RopeFields) -> Result<RopeScaling, ModelError> {
             second: "rope_scaling.type",
         });
     }
-    let factor = || required("rope_scaling.factor", rope.factor);
+    let read_factor = || required("rope_scaling.factor", rope.factor);
     match rope.rope_type.as_ref().or(rope.old_type.as_ref()).map_or("default", String::as_str) {
         "default" => Ok(RopeScaling::Default),
-        "linear" => Ok(RopeScaling::Linear { factor: factor()? }),
+        "linear" => Ok(RopeScaling::Linear { factor: read_factor()? }),
         "llama3" => Ok(RopeScaling::Llama3 {
-            factor: factor()?,
+            factor: read_factor()?,
             low_freq_factor: required("rope_scaling.low_freq_factor", rope.low_freq_factor)?,
             high_freq_factor: required("rope_scaling.high_freq_factor", rope.high_freq_factor)?,
             original_max_position_embeddings: required(
@@ -281,7 +281,7 @@ fn scaling(rope: &RopeFields) -> Result<RopeScaling, ModelError> {
     }
 }
 
-/// Returns a value that this type of scaling needs.
+/// Returns the value of a field that the type of scaling requires.
 fn required<T>(field: &'static str, value: Option<T>) -> Result<T, ModelError> {
     value.ok_or_else(|| field_error(field, &"missing", "given for this type of scaling".into()))
 }

@@ -1,4 +1,4 @@
-//! Rotary positions: frequencies, and the tables of a sequence.
+//! Rotary positions: frequencies, and tables of cosines and sines.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -6,20 +6,20 @@ use crate::models::config::LlamaConfig;
 
 /// Returns the rotation angle per position of each pair of a head's elements, in radians.
 ///
-/// Angles are rounded to single precision, as in the training of these models.
-#[expect(clippy::cast_possible_truncation, reason = "numbers are rounded")]
+/// Frequencies are rounded to single precision, as when these models were trained.
+#[expect(clippy::cast_possible_truncation, reason = "rounding is intended")]
 pub(super) fn frequencies(config: &LlamaConfig) -> Vec<f32> {
     let mut frequencies = Vec::with_capacity(config.head_dim / 2);
     for pair in 0..config.head_dim / 2 {
         let exponent = -2. * pair as f64 / config.head_dim as f64;
-        let frequency = config.rope_scaling.scaled(config.rope_theta.powf(exponent));
+        let frequency = config.rope_scaling.scale(config.rope_theta.powf(exponent));
         frequencies.push(frequency as f32);
     }
     frequencies
 }
 
 /// Returns the cosines and sines of the first positions, [length, head size / 2] each.
-#[expect(clippy::cast_possible_truncation, reason = "numbers are rounded")]
+#[expect(clippy::cast_possible_truncation, reason = "rounding is intended")]
 pub(super) fn tables(
     config: &LlamaConfig,
     length: usize,

@@ -4,8 +4,8 @@ use std::f64::consts::PI;
 
 use crate::models::error::{ModelError, field_error};
 
-/// The scaling of rotary frequencies, which extends a model to longer sequences than in its first
-/// training: `rope_scaling` or `rope_parameters` of `config.json`.
+/// The scaling of rotary frequencies, `rope_scaling` or `rope_parameters` of `config.json`. It extends a
+/// model to longer sequences than in its first training.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum RopeScaling {
@@ -61,8 +61,8 @@ impl RopeScaling {
         }
     }
 
-    /// Returns the scaled frequency.
-    pub(super) fn scaled(&self, frequency: f64) -> f64 {
+    /// Scales a frequency.
+    pub(super) fn scale(&self, frequency: f64) -> f64 {
         match *self {
             Self::Default => frequency,
             Self::Linear { factor } => frequency / factor,

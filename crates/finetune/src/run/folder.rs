@@ -272,7 +272,11 @@ impl RunFolder {
         // If two programs start at once, only one of them creates this file.
         spec.write_new(path)?;
         let metrics = path.join(METRICS);
-        let file = File::create_new(&metrics).map_err(|cause| Error::write(&metrics, cause))?;
+        let file = File::options()
+            .append(true)
+            .create_new(true)
+            .open(&metrics)
+            .map_err(|cause| Error::write(&metrics, cause))?;
         Ok(Self { path: path.into(), spec: spec.clone(), metrics: file })
     }
 
@@ -287,7 +291,10 @@ impl RunFolder {
     /// [`Error::Io`] or [`Error::Write`] if a file cannot be read or written.
     pub(crate) fn resume(path: &Path, spec: &Spec, step: u64) -> Result<Self> {
         fs::create_dir_all(path).map_err(|cause| Error::write(path, cause))?;
+        restore_folders(path, spec)?;
         remove_partial(path);
+        // The description comes first: no other file is of a run without one.
+        spec.write(path)?;
         let metrics = path.join(METRICS);
         // A run may be killed before its first step, and `--resume` may start one.
         let recorded = files::read_if_there(&metrics)?.unwrap_or_default();
@@ -325,7 +332,6 @@ impl RunFolder {
             .append(true)
             .open(&metrics)
             .map_err(|cause| Error::write(&metrics, cause))?;
-        spec.write(path)?;
         Ok(Self { path: path.into(), spec: spec.clone(), metrics: file })
     }
 
@@ -442,6 +448,14 @@ impl RunFolder {
     }
 }
 
+/// Ends replacements of folders that a kill has interrupted.
+fn restore_folders(path: &Path, spec: &Spec) -> Result<()> {
+    for folder in [product_of(path, spec), adapter_in(path), best_in(path)] {
+        atomic::restore_replaced(&folder).map_err(|cause| Error::write(folder, cause))?;
+    }
+    Ok(())
+}
+
 /// Removes partial files and models of a killed run. Errors are ignored, since leftovers do no
 /// harm.
 fn remove_partial(run: &Path) {
@@ -470,7 +484,8 @@ pub(crate) fn check_empty(path: &Path) -> Result<()> {
 
 /// Backs up the models and validations that a restarted run would replace.
 fn keep_unsaved(path: &Path, spec: &Spec) -> Result<()> {
-    for model in [product_of(path, spec), adapter_in(path), best_in(path)] {
+    keep_best(path, spec.steps)?;
+    for model in [product_of(path, spec), adapter_in(path)] {
         if let Some(backup) = move_model(&model)? {
             tracing::warn!(
                 "the run starts anew, and the old model is backed up as {}",
@@ -485,6 +500,31 @@ fn keep_unsaved(path: &Path, spec: &Spec) -> Result<()> {
         }
         Some(_) | None => Ok(()),
     }
+}
+
+/// Backs up the best model as `best.unsaved-STEPS`, the number of steps before its last validation.
+/// Only the copy that was trained longest stays, since a run may be killed many times before its
+/// first checkpoint.
+fn keep_best(path: &Path, steps: u64) -> Result<()> {
+    let best = best_in(path);
+    if !best.exists() {
+        return Ok(());
+    }
+    let trained = validations::validations(path, steps)?.last().map_or(0, |last| last.step);
+    let failed = |cause| Error::write(&best, cause);
+    for entry in fs::read_dir(path).map_err(failed)? {
+        let name = entry.map_err(failed)?.file_name();
+        let digits = name.to_str().and_then(|name| name.strip_prefix("best.unsaved-"));
+        let Some(earlier) = digits.and_then(|digits| digits.parse::<u64>().ok()) else { continue };
+        if earlier >= trained {
+            return fs::remove_dir_all(&best).map_err(failed);
+        }
+        fs::remove_dir_all(path.join(name)).map_err(failed)?;
+    }
+    let backup = path.join(format!("best.unsaved-{trained:04}"));
+    atomic::rename(&best, &backup).map_err(failed)?;
+    tracing::warn!("the run starts anew, and the best model is backed up as {}", backup.display());
+    Ok(())
 }
 
 /// Renames an existing model that does not complete its run, and returns the new path. The run is
@@ -585,6 +625,37 @@ pub(crate) mod tests {
             let kept = lines(0..2) + &lines(3..5);
             assert_eq!(fs::read_to_string(run.join(METRICS)).unwrap(), kept);
         }
+    }
+
+    #[test]
+    fn one_unsaved_best_model_stays() {
+        let parent = tempfile::tempdir().unwrap();
+        let run = parent.path().join("run");
+        RunFolder::create(&run, &spec()).unwrap();
+        for (trained, kept) in [(4, 4), (8, 8), (2, 8)] {
+            fs::create_dir(run.join(BEST)).unwrap();
+            fs::write(run.join(BEST).join("step"), trained.to_string()).unwrap();
+            let line = format!("{{\"step\":{trained},\"loss\":1.5,\"predictions\":2.0}}\n");
+            fs::write(run.join(validations::FILE), line).unwrap();
+            RunFolder::resume(&run, &spec(), 0).unwrap();
+            let names = fs::read_dir(&run).unwrap().map(|entry| entry.unwrap().file_name());
+            let copies: Vec<_> =
+                names.filter_map(|name| name.into_string().ok()?.strip_prefix(BEST).map(String::from)).collect();
+            assert_eq!(copies, [format!(".unsaved-{kept:04}")]);
+            let copy = run.join(format!("best.unsaved-{kept:04}/step"));
+            assert_eq!(fs::read_to_string(copy).unwrap(), kept.to_string());
+        }
+    }
+
+    #[test]
+    fn interrupted_replacement_is_ended() {
+        let parent = tempfile::tempdir().unwrap();
+        let run = parent.path().join("run");
+        RunFolder::create(&run, &spec()).unwrap();
+        fs::write(run.join(METRICS), lines(0..3)).unwrap();
+        fs::create_dir(run.join("best.replaced")).unwrap();
+        RunFolder::resume(&run, &spec(), 2).unwrap();
+        assert!(run.join(BEST).is_dir() && !run.join("best.replaced").exists());
     }
 
     #[cfg(unix)]

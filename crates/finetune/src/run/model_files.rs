@@ -23,8 +23,13 @@ pub(super) fn names(path: &Path) -> io::Result<Vec<String>> {
 pub(super) fn fingerprint(path: &Path, names: &[String]) -> io::Result<String> {
     let mut all = Fingerprint::new();
     for name in names {
+        let file = path.join(name);
+        // Reading a pipe or a device might never end.
+        if !fs::metadata(&file)?.is_file() {
+            return Err(io::Error::other(format!("{name} is not a file")));
+        }
         all.write_bytes(name.as_bytes());
-        all.write_bytes(Fingerprint::read(&path.join(name))?.to_string().as_bytes());
+        all.write_bytes(Fingerprint::read(&file)?.to_string().as_bytes());
     }
     Ok(all.to_string())
 }

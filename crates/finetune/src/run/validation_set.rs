@@ -50,7 +50,8 @@ impl ValidationSet {
         done == steps || done.is_multiple_of(self.every)
     }
 
-    /// Returns the mean loss of a model after `step` steps.
+    /// Returns the mean loss of a model after `step` steps, or `None` if `evaluate` stops the
+    /// validation by returning `None`.
     ///
     /// # Errors
     ///
@@ -59,16 +60,16 @@ impl ValidationSet {
         &self,
         step: u64,
         device: &Device,
-        mut evaluate: impl FnMut(BatchTensors) -> Result<Evaluation>,
-    ) -> Result<ValidationPoint> {
+        mut evaluate: impl FnMut(BatchTensors) -> Result<Option<Evaluation>>,
+    ) -> Result<Option<ValidationPoint>> {
         let mut sum = 0.;
         let mut predictions = 0.;
         for batches in &self.steps {
             let tensors = self.data.collate(batches, device)?;
-            let found = evaluate(tensors)?;
+            let Some(found) = evaluate(tensors)? else { return Ok(None) };
             sum += found.loss * found.weight;
             predictions += found.weight;
         }
-        Ok(ValidationPoint { step, loss: sum / predictions, predictions })
+        Ok(Some(ValidationPoint { step, loss: sum / predictions, predictions }))
     }
 }

@@ -23,7 +23,7 @@ pub(crate) const ADAPTED: [&str; 2] = ["q_proj", "v_proj"];
 /// The model of a run, and the layout of its texts, as `run.json` records them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunInputs {
-    /// Folder of the model, or `None` if only a `config.json` is given.
+    /// Folder of the model, or `None` for the built-in model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub folder: Option<PathBuf>,
     /// Fields of `config.json`.
@@ -99,28 +99,28 @@ impl RunInputs {
     ) -> Result<(String, Examples, Option<Examples>)> {
         let tokenizer = folder.tokenizer();
         let context = self.context;
-        let read = match path {
+        let examples = match path {
             Some(path) => Examples::read(path, tokenizer, context, self.overlong)?,
             None => Examples::from_texts(stories::stories(), tokenizer, context, self.overlong)?,
         };
-        let fingerprint = read.fingerprint();
+        let fingerprint = examples.fingerprint();
         let Some(Validation { fraction, .. }) = self.validation else {
-            return Ok((fingerprint, read, None));
+            return Ok((fingerprint, examples, None));
         };
-        let (train, held_out) = read.split(fraction, seed.derive(VALIDATION_STREAM))?;
+        let (train, held_out) = examples.split(fraction, seed.derive(VALIDATION_STREAM))?;
         Ok((fingerprint, train, Some(held_out)))
     }
 
-    /// Lowers the context to the length of the longest example, since longer steps would only cost
-    /// memory.
+    /// Lowers the context to the length of the longest example: a longer context would only cost memory.
+    /// Packed rows keep a minimum length.
     #[must_use]
     pub(crate) fn for_longest(self, longest: u64) -> Self {
-        /// Minimum length of packed rows, which most examples fit into several times.
-        const ROW: usize = 2048;
+        /// Minimum length of packed rows. Most examples fit into such a row several times.
+        const MIN_ROW_LENGTH: usize = 2048;
         let longest = usize::try_from(longest).unwrap_or(usize::MAX);
         let needed = match self.rows {
             Rows::Padded => longest,
-            Rows::Packed => longest.max(ROW),
+            Rows::Packed => longest.max(MIN_ROW_LENGTH),
         };
         Self { context: self.context.min(needed.max(2)), ..self }
     }
@@ -144,7 +144,7 @@ impl RunInputs {
     /// processes.
     #[expect(clippy::expect_used, reason = "its fields are names and numbers")]
     pub fn words(&self) -> String {
-        let anywhere = Self { folder: None, ..self.clone() };
-        serde_json::to_string(&anywhere).expect("all fields are JSON values")
+        let without_folder = Self { folder: None, ..self.clone() };
+        serde_json::to_string(&without_folder).expect("all fields are JSON values")
     }
 }

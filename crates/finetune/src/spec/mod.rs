@@ -13,6 +13,7 @@ use core_types::{
     Fingerprint, Seed, WorldSize,
     files::{self as atomic, AtomicFile},
 };
+use dist_checkpoint::support::footer;
 use dyn_batch::{Batch, DynamicBatchStrategy, Packing, PaddingReport};
 use fsdp_plan::ParameterInfo;
 use serde::{Deserialize, Serialize};
@@ -71,7 +72,7 @@ pub struct Spec {
     pub recipe: Recipe,
     /// Sessions in order. A started run has at least one.
     pub sessions: Vec<Session>,
-    /// Fingerprint of the description, to detect damage.
+    /// Fingerprint of the description. Checkpoints contain it too.
     pub identity: String,
     /// Files that the run wrote into the folder of its model. Users may add others.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -106,17 +107,18 @@ impl Spec {
             expected: "the settings of a run",
             cause,
         })?;
-        spec.check(path)?;
+        spec.check(path, &text)?;
         Ok(Some(spec))
     }
 
-    /// Checks the format version, and that the file is unchanged.
-    fn check(&self, path: PathBuf) -> Result<()> {
+    /// Checks the format version, and that the text of the file is unchanged.
+    fn check(&self, path: PathBuf, text: &[u8]) -> Result<()> {
         if self.format_version != FORMAT_VERSION {
             let found = self.format_version;
             return Err(RunError::Version { path, found, supported: FORMAT_VERSION }.into());
         }
-        if self.identity != self.identity() || self.sessions.is_empty() {
+        let is_changed = footer::check(&path, text).is_err() || self.identity != self.identity();
+        if is_changed || self.sessions.is_empty() {
             return Err(RunError::Damaged { path }.into());
         }
         self.recipe.check(self.steps)?;
@@ -153,7 +155,8 @@ impl Spec {
     }
 
     fn encoded(&self, path: &Path) -> Result<Vec<u8>> {
-        serde_json::to_vec_pretty(self).map_err(|cause| Error::write(path, cause.into()))
+        let text = serde_json::to_vec_pretty(self);
+        Ok(footer::add(text.map_err(|cause| Error::write(path, cause.into()))?))
     }
 
     /// Returns the model with its adapters.
@@ -202,7 +205,7 @@ impl Spec {
                 strategy: DynamicBatchStrategy::Pack(Packing::BestFit),
                 max_tokens: context as u64,
                 max_batch_size: None,
-                batches: (self.max_tokens / context as u64).max(1),
+                n_batches: (self.max_tokens / context as u64).max(1),
             },
         }
     }
@@ -408,7 +411,13 @@ pub(crate) mod tests {
         assert_eq!(Spec::read(parent.path()).unwrap().unwrap(), run);
         let file = parent.path().join(FILE);
         let written = fs::read_to_string(&file).unwrap();
-        for (from, to) in [("\"seed\": 7", "\"seed\": 5"), ("\"steps\": 20", "\"steps\": 21")] {
+        for (from, to) in [
+            ("\"seed\": 7", "\"seed\": 5"),
+            ("\"steps\": 20", "\"steps\": 21"),
+            ("\"first_step\": 0", "\"first_step\": 2"),
+            ("\"identity\"", "\"identity\" "),
+        ] {
+            assert!(written.contains(from));
             fs::write(&file, written.replace(from, to)).unwrap();
             let error = Spec::read(parent.path()).unwrap_err().to_string();
             assert!(error.contains("run.json is damaged"), "{error}");

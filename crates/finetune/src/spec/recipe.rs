@@ -13,10 +13,9 @@ use crate::{
 /// Training options that affect the parameters, as `run.json` records them. `None` means the
 /// default of the run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "clap", derive(clap::Args), command(next_help_heading = "How it learns"))]
+#[cfg_attr(feature = "clap", derive(clap::Args), command(next_help_heading = "Learning"))]
 pub struct Recipe {
-    /// Peak of the learning rate [default: 0.003; for a model of a folder 0.00002, for adapters
-    /// 0.0002]
+    /// Peak of the learning rate [default: 0.003; 0.00002 for a model folder, 0.0002 for its adapters]
     #[cfg_attr(feature = "clap", arg(long, value_name = "RATE", visible_alias = "learning-rate"))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lr: Option<f64>,
@@ -29,34 +28,34 @@ pub struct Recipe {
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", requires = "lr_schedule"))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub warmup_steps: Option<u64>,
-    /// Least learning rate of a schedule after its peak, as a fraction of it [default: 0]
+    /// Minimum learning rate of a schedule after its peak, as a fraction of the peak [default: 0]
     #[cfg_attr(feature = "clap", arg(long, value_name = "FRACTION", requires = "lr_schedule"))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub min_lr_rate: Option<f64>,
-    /// Largest norm of all gradients together, to which larger ones are clipped [default: they are
-    /// not clipped; for a model of a folder 1]
+    /// Maximum norm of all gradients together, to which larger gradients are clipped [default: 1 for
+    /// a model folder, unlimited otherwise]
     #[cfg_attr(feature = "clap", arg(long, value_name = "NORM"))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_grad_norm: Option<f64>,
-    /// Fraction of a parameter, times the learning rate, by which it shrinks in each step; norms
-    /// and biases do not shrink [default: 0.01]
+    /// Weight decay: each step subtracts this fraction of a parameter, times the learning rate; norms
+    /// and biases do not decay [default: 0.01]
     #[cfg_attr(feature = "clap", arg(long, value_name = "DECAY"))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight_decay: Option<f64>,
-    /// Type in which the model computes; parameters are stored, summed and updated in f32 [default:
-    /// f32]
+    /// Data type in which the model computes; parameters are stored, summed and updated in f32
+    /// [default: f32]
     #[cfg_attr(feature = "clap", arg(long, value_enum))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dtype: Option<Precision>,
-    /// Rank of adapters that are trained, while the parameters of the model stay as they are
+    /// Train low-rank adapters of this rank instead of the parameters of the model
     #[cfg_attr(feature = "clap", arg(long, value_name = "RANK"))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lora: Option<usize>,
-    /// Factor of the adapters, times their rank [default: twice the rank]
+    /// Scale of the adapters, before it is divided by their rank [default: twice the rank]
     #[cfg_attr(feature = "clap", arg(long, value_name = "ALPHA", requires = "lora"))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lora_alpha: Option<f64>,
-    /// Linear layers that have adapters, by the ends of their names [default: `q_proj,v_proj`]
+    /// Linear layers that get adapters, by the last parts of their names [default: `q_proj,v_proj`]
     #[cfg_attr(
         feature = "clap",
         arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")
@@ -88,14 +87,17 @@ impl Recipe {
     ///
     /// [`SpecError::Setting`] with the first value out of range, or an error of [`Lora::new`].
     pub(crate) fn check(&self, steps: u64) -> Result<()> {
-        let ends = matches!(self.lr_schedule, Some(LrCurve::Linear | LrCurve::Cosine));
-        if let Some(warmup) = self.warmup_steps.filter(|&warmup| ends && warmup >= steps) {
+        let ends_with_run = matches!(self.lr_schedule, Some(LrCurve::Linear | LrCurve::Cosine));
+        if let Some(warmup) = self.warmup_steps
+            && ends_with_run
+            && warmup >= steps
+        {
             let expected = format!("less than the {steps} steps of the run");
             return Err(SpecError::setting("warmup_steps", &warmup, expected).into());
         }
-        let is_positive: Check = |value| value > 0.0 && value.is_finite();
-        let is_share: Check = |value| (0.0..=1.0).contains(&value);
-        let is_decay: Check = |value| (0.0..1.0).contains(&value);
+        let is_positive: RangeCheck = |value| value > 0.0 && value.is_finite();
+        let is_share: RangeCheck = |value| (0.0..=1.0).contains(&value);
+        let is_decay: RangeCheck = |value| (0.0..1.0).contains(&value);
         for (name, value, is_valid, expected) in [
             ("min_lr_rate", self.min_lr_rate, is_share, "from 0 to 1"),
             ("max_grad_norm", self.max_grad_norm, is_positive, "above 0"),
@@ -106,10 +108,12 @@ impl Recipe {
                 return Err(SpecError::setting(name, &value, expected.into()).into());
             }
         }
+        // The rank and the scale are checked: any name of a layer will do.
         self.adapters(&["any"]).map(drop)
     }
 
-    /// Replaces `None` by the defaults of a run of `steps` steps.
+    /// Replaces `None` by the defaults of a run of `steps` steps. The built-in model, `is_own_model`, has
+    /// other defaults than the model of a folder.
     #[must_use]
     pub(crate) fn with_defaults(self, steps: u64, is_own_model: bool) -> Self {
         let lr = match (is_own_model, self.lora) {
@@ -153,8 +157,8 @@ impl Recipe {
     /// Returns the options of AdamW: PyTorch's defaults except for the decay. The learning rate is
     /// set before each step.
     pub(crate) fn adamw(&self) -> ParamsAdamW {
-        let usual = ParamsAdamW::default();
-        ParamsAdamW { weight_decay: self.weight_decay.unwrap_or(usual.weight_decay), ..usual }
+        let defaults = ParamsAdamW::default();
+        ParamsAdamW { weight_decay: self.weight_decay.unwrap_or(defaults.weight_decay), ..defaults }
     }
 
     /// Returns the learning rate of step `step`, counted from 0, in a run of `steps` steps.
@@ -162,7 +166,7 @@ impl Recipe {
         self.lr.unwrap_or(PEAK_LEARNING_RATE) * self.schedule(steps).factor(step)
     }
 
-    /// Returns the schedule: by default a cosine after a warm-up of a twentieth of the steps.
+    /// Returns the schedule, by default a cosine after a warm-up of a twentieth of the steps.
     fn schedule(&self, steps: u64) -> Schedule {
         let Some(curve) = self.lr_schedule else {
             return Schedule::cosine(steps).warmup(steps / 20);
@@ -179,17 +183,17 @@ impl Recipe {
 
     /// Returns the options by argument name, or `None` for options that are not set.
     pub fn options(&self) -> [(&'static str, Option<String>); 10] {
-        let number = |number: Option<f64>| number.map(|number| number.to_string());
+        let to_text = |number: Option<f64>| number.map(|number| number.to_string());
         [
-            ("lr", number(self.lr)),
+            ("lr", to_text(self.lr)),
             ("lr_schedule", self.lr_schedule.as_ref().map(variant_name)),
             ("warmup_steps", self.warmup_steps.map(|steps| steps.to_string())),
-            ("min_lr_rate", number(self.min_lr_rate)),
-            ("max_grad_norm", number(self.max_grad_norm)),
-            ("weight_decay", number(self.weight_decay)),
+            ("min_lr_rate", to_text(self.min_lr_rate)),
+            ("max_grad_norm", to_text(self.max_grad_norm)),
+            ("weight_decay", to_text(self.weight_decay)),
             ("dtype", self.dtype.as_ref().map(variant_name)),
             ("lora", self.lora.map(|rank| rank.to_string())),
-            ("lora_alpha", number(self.lora_alpha)),
+            ("lora_alpha", to_text(self.lora_alpha)),
             ("lora_on", self.lora_on.as_ref().map(|layers| layers.join(","))),
         ]
     }
@@ -209,7 +213,7 @@ impl Recipe {
 const PEAK_LEARNING_RATE: f64 = 3e-3;
 
 /// A function that returns true if a value is in range.
-type Check = fn(f64) -> bool;
+type RangeCheck = fn(f64) -> bool;
 
 #[cfg(test)]
 mod tests {

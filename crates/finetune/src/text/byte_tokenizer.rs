@@ -16,7 +16,7 @@ pub(crate) fn tokenizer_json(end: u32) -> Value {
     let byte_level = json!({
         "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false,
     });
-    let mut vocab: Map<String, Value> = characters().zip(0_u32..).map(token).collect();
+    let mut vocab: Map<String, Value> = characters().zip(0_u32..).map(vocab_entry).collect();
     vocab.insert(END.to_owned(), end.into());
     json!({
         "version": "1.0",
@@ -38,7 +38,7 @@ pub(crate) fn tokenizer_json(end: u32) -> Value {
     })
 }
 
-/// Returns the matching `tokenizer_config.json`.
+/// Returns the `tokenizer_config.json` that goes with [`tokenizer_json`].
 pub(crate) fn tokenizer_config_json() -> Value {
     json!({
         "eos_token": END,
@@ -47,16 +47,16 @@ pub(crate) fn tokenizer_config_json() -> Value {
     })
 }
 
-fn token((character, id): (char, u32)) -> (String, Value) {
+fn vocab_entry((character, id): (char, u32)) -> (String, Value) {
     (character.to_string(), id.into())
 }
 
-/// Returns the characters that stand for bytes in tokenizers since GPT-2: printable Latin 1
-/// characters for themselves, and U+0100 and following for all others, in order.
+/// Returns the character that stands for each byte in tokenizers since GPT-2. Printable Latin 1
+/// characters stand for themselves, and U+0100 and following for all other bytes, in order.
 fn characters() -> impl Iterator<Item = char> {
-    let mut others = '\u{100}'..;
+    let mut substitutes = '\u{100}'..;
     (0..=u8::MAX).map(move |byte| match byte {
         b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff => char::from(byte),
-        _ => others.next().unwrap_or(char::REPLACEMENT_CHARACTER),
+        _ => substitutes.next().unwrap_or(char::REPLACEMENT_CHARACTER),
     })
 }

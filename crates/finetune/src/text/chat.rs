@@ -10,7 +10,10 @@ use std::{
     fmt,
     io::{self, Write},
     ops::Range,
+    panic::resume_unwind,
     path::PathBuf,
+    sync::OnceLock,
+    thread,
 };
 
 use minijinja::{
@@ -27,14 +30,21 @@ use crate::error::{Error, Result, tokenizer::TokenizerError};
 /// The role of answers.
 const ASSISTANT: &str = "assistant";
 
-/// The maximum number of instructions of a rendering: more than any template needs, to stop endless
-/// loops. Memory is not limited: a template is a program that must be trusted.
+/// The maximum number of instructions of a rendering. It is more than any template needs, and stops
+/// endless loops. Memory is not limited: a template is a program that must be trusted.
 const FUEL: u64 = 50_000_000;
 
-/// The length limit of a conversation's text.
-const MAX_TEXT_BYTES: usize = 1 << 26;
+/// The length limit of a template. The longest one that is known has 13 KB.
+const MAX_SOURCE_BYTES: usize = 1 << 16;
 
-/// The maximum indentation of JSON.
+/// The length limit of a conversation's text. It also limits the depth of values that are written.
+const MAX_TEXT_BYTES: usize = 1 << 20;
+
+/// The stack of the thread that compiles and renders. Nested expressions of a source of
+/// [`MAX_SOURCE_BYTES`] would overflow a stack of the usual size, which ends the process.
+const STACK_BYTES: usize = 256 << 20;
+
+/// The maximum indentation that a template may request for JSON.
 const MAX_INDENT: usize = 64;
 
 /// A message of a conversation.
@@ -61,14 +71,17 @@ impl Message {
 
 /// The template of a tokenizer.
 pub(crate) struct ChatTemplate {
-    environment: Environment<'static>,
+    source: String,
+    /// The compiled template, or the reason why it is not valid Jinja. Many models are never asked
+    /// for a conversation.
+    compiled: OnceLock<Result<Environment<'static>, String>>,
     /// Special tokens, by their names in the template.
     special: BTreeMap<&'static str, String>,
     /// File of the template.
     path: PathBuf,
 }
 
-/// A conversation as a text.
+/// A rendered conversation.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Rendered {
     pub(crate) text: String,
@@ -81,7 +94,7 @@ pub(crate) struct Rendered {
 struct Context<'a> {
     messages: &'a [Message],
     add_generation_prompt: bool,
-    // Templates test these for `none`.
+    // Never given, but templates compare both with `none`.
     tools: Option<()>,
     documents: Option<()>,
     #[serde(flatten)]
@@ -92,42 +105,74 @@ impl ChatTemplate {
     /// Name of the only template in the environment.
     const NAME: &'static str = "chat";
 
-    /// Compiles the template of the file `path`.
+    /// Returns the template of the file `path`, which is compiled when it is first rendered.
     ///
     /// # Errors
     ///
-    /// [`TokenizerError::Template`] if it is not valid Jinja.
+    /// [`TokenizerError::Template`] if it is longer than 64 KiB.
     pub(crate) fn new(
         path: PathBuf,
         source: String,
         special: BTreeMap<&'static str, String>,
     ) -> Result<Self> {
-        let mut environment = environment();
-        let compiled = environment.add_template_owned(Self::NAME, source);
-        if let Err(fault) = compiled {
-            return Err(TokenizerError::Template { path, reason: reason(&fault) }.into());
+        if source.len() > MAX_SOURCE_BYTES {
+            let reason = format!("it is longer than {MAX_SOURCE_BYTES} bytes");
+            return Err(TokenizerError::Template { path, reason }.into());
         }
-        Ok(Self { environment, special, path })
+        Ok(Self { source, compiled: OnceLock::new(), special, path })
     }
 
-    /// Returns the text of a conversation; with `add_generation_prompt`, up to the assistant's answer.
+    /// Returns the text of a conversation. With `add_generation_prompt` it ends where the assistant's
+    /// answer begins.
     ///
     /// # Errors
     ///
-    /// [`TokenizerError::Rendering`] if the template fails, does not end, or writes too much.
+    /// [`TokenizerError::Template`] if the template is not valid Jinja, [`TokenizerError::Rendering`]
+    /// if it fails, does not end, or writes too much.
     pub(crate) fn render(
         &self,
         messages: &[Message],
         add_generation_prompt: bool,
     ) -> Result<String> {
-        let failed =
-            |fault| TokenizerError::Rendering { path: self.path.clone(), reason: reason(&fault) };
+        self.on_large_stack(|| self.render_here(messages, add_generation_prompt))
+    }
+
+    /// Runs a function on a thread with a large stack.
+    fn on_large_stack<T: Send>(&self, run: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+        thread::scope(|scope| {
+            let thread = thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, run);
+            let thread = thread.map_err(|cause| Error::io(&self.path, cause))?;
+            thread.join().unwrap_or_else(|panic| resume_unwind(panic))
+        })
+    }
+
+    fn environment(&self) -> Result<&Environment<'static>, TokenizerError> {
+        let compiled = self.compiled.get_or_init(|| {
+            let mut environment = environment();
+            match environment.add_template_owned(Self::NAME, self.source.clone()) {
+                Ok(()) => Ok(environment),
+                Err(fault) => Err(error_message(&fault)),
+            }
+        });
+        compiled.as_ref().map_err(|reason| TokenizerError::Template {
+            path: self.path.clone(),
+            reason: reason.clone(),
+        })
+    }
+
+    fn render_here(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
+        let rendering_error = |fault| TokenizerError::Rendering {
+            path: self.path.clone(),
+            reason: error_message(&fault),
+        };
         let special = &self.special;
         let context =
             Context { messages, add_generation_prompt, tools: None, documents: None, special };
-        let template = self.environment.get_template(Self::NAME).map_err(failed)?;
-        let mut text = Bounded(Vec::new());
-        template.render_captured_to(Value::from(Serde(&context)), &mut text).map_err(failed)?;
+        let template = self.environment()?.get_template(Self::NAME).map_err(rendering_error)?;
+        let mut text = BoundedWriter(Vec::new());
+        template
+            .render_captured_to(Value::from(Serde(&context)), &mut text)
+            .map_err(rendering_error)?;
         String::from_utf8(text.0).map_err(|fault| {
             Error::io(&self.path, io::Error::new(io::ErrorKind::InvalidData, fault))
         })
@@ -137,20 +182,24 @@ impl ChatTemplate {
     ///
     /// # Errors
     ///
-    /// [`TokenizerError::Rendering`], or [`TokenizerError::Rewrites`] if a message changes the text of
-    /// earlier messages.
-    pub(crate) fn conversation(&self, messages: &[Message]) -> Result<Rendered> {
-        let text = self.render(messages, false)?;
+    /// The errors of [`render`](Self::render), or [`TokenizerError::Rewrites`] if a message changes
+    /// the text of earlier messages.
+    pub(crate) fn render_with_answers(&self, messages: &[Message]) -> Result<Rendered> {
+        self.on_large_stack(|| self.render_with_answers_here(messages))
+    }
+
+    fn render_with_answers_here(&self, messages: &[Message]) -> Result<Rendered> {
+        let text = self.render_here(messages, false)?;
         let mut answers = Vec::new();
         for (turn, message) in messages.iter().enumerate() {
             if message.is_answer() {
-                let start = self.render(&messages[..turn], true)?;
-                let end = self.render(&messages[..=turn], false)?;
-                if !(end.starts_with(&start) && text.starts_with(&end)) {
+                let before = self.render_here(&messages[..turn], true)?;
+                let with_answer = self.render_here(&messages[..=turn], false)?;
+                if !(with_answer.starts_with(&before) && text.starts_with(&with_answer)) {
                     let path = self.path.clone();
                     return Err(TokenizerError::Rewrites { path, message: turn + 1 }.into());
                 }
-                answers.push(start.len()..end.len());
+                answers.push(before.len()..with_answer.len());
             }
         }
         Ok(Rendered { text, answers })
@@ -163,10 +212,10 @@ impl fmt::Debug for ChatTemplate {
     }
 }
 
-/// A text of limited length.
-struct Bounded(Vec<u8>);
+/// A writer into memory that fails beyond [`MAX_TEXT_BYTES`].
+struct BoundedWriter(Vec<u8>);
 
-impl Write for Bounded {
+impl Write for BoundedWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if bytes.len() > MAX_TEXT_BYTES - self.0.len() {
             return Err(io::Error::other(format!("it is longer than {MAX_TEXT_BYTES} bytes")));
@@ -180,17 +229,17 @@ impl Write for Bounded {
 }
 
 /// Returns the message of a template error, with its cause.
-fn reason(fault: &minijinja::Error) -> String {
+fn error_message(fault: &minijinja::Error) -> String {
     match fault.source() {
         Some(cause) => format!("{fault}: {cause}"),
         None => fault.to_string(),
     }
 }
 
-/// Returns Jinja as transformers configures it for chat templates, without `strftime_now`: a text
-/// with the current date would have other tokens tomorrow, and the run could not be resumed.
-/// Templates that use the function have a default date.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+/// Returns Jinja as transformers configures it for chat templates, but without `strftime_now`: a text
+/// with the current date would have different tokens tomorrow, and the run could not be resumed.
+/// Templates that use this function have a default date for programs without it.
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
@@ -203,7 +252,7 @@ fn environment() -> Environment<'static> {
     environment
 }
 
-/// Rejects a conversation.
+/// Fails with the reason why a template rejects a conversation.
 fn raise_exception(reason: String) -> std::result::Result<Value, minijinja::Error> {
     Err(minijinja::Error::new(ErrorKind::InvalidOperation, reason))
 }
@@ -215,10 +264,10 @@ fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, miniji
     options.assert_all_used()?;
     let mut out = Vec::new();
     let written = match indent {
-        None => value.serialize(&mut Serializer::with_formatter(&mut out, Spaced)),
+        None => value.serialize(&mut Serializer::with_formatter(&mut out, SpacedFormatter)),
         Some(width) if width > MAX_INDENT => {
-            let wide = format!("indent is {width}, must be at most {MAX_INDENT}");
-            return Err(minijinja::Error::new(ErrorKind::InvalidOperation, wide));
+            let message = format!("indent is {width}, must be at most {MAX_INDENT}");
+            return Err(minijinja::Error::new(ErrorKind::InvalidOperation, message));
         }
         Some(width) => {
             let indent = b" ".repeat(width);
@@ -226,15 +275,15 @@ fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, miniji
             value.serialize(&mut Serializer::with_formatter(&mut out, pretty))
         }
     };
-    let failed = |fault: String| minijinja::Error::new(ErrorKind::BadSerialization, fault);
-    written.map_err(|fault| failed(fault.to_string()))?;
-    String::from_utf8(out).map_err(|fault| failed(fault.to_string()))
+    let json_error = |fault: String| minijinja::Error::new(ErrorKind::BadSerialization, fault);
+    written.map_err(|fault| json_error(fault.to_string()))?;
+    String::from_utf8(out).map_err(|fault| json_error(fault.to_string()))
 }
 
-/// Writes a space after each comma and colon.
-struct Spaced;
+/// Formats JSON on one line, with a space after each comma and colon.
+struct SpacedFormatter;
 
-impl Formatter for Spaced {
+impl Formatter for SpacedFormatter {
     fn begin_array_value<W: ?Sized + Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
         if first { Ok(()) } else { out.write_all(b", ") }
     }
@@ -285,7 +334,7 @@ mod tests {
              {% if add_generation_prompt %}a:{% endif %}",
         );
         let turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "45")];
-        let found = template.conversation(&messages(&turns)).unwrap();
+        let found = template.render_with_answers(&messages(&turns)).unwrap();
         assert_eq!(found.text, "u:1;a:2;u:3;a:45;");
         let answers: Vec<&str> =
             found.answers.iter().map(|answer| &found.text[answer.clone()]).collect();
@@ -307,19 +356,23 @@ mod tests {
             "{% for m in messages %}{{ m.content }}{% endfor %}\
              {% if add_generation_prompt %}!{% endif %}",
         ] {
-            let fault = template(source).conversation(&messages(&turns)).unwrap_err();
+            let fault = template(source).render_with_answers(&messages(&turns)).unwrap_err();
             assert!(fault.to_string().contains("does not append"), "{source}: {fault}");
         }
     }
 
     #[test]
     fn failing_or_endless_templates_are_rejected() {
-        let broken = ChatTemplate::new("a/template".into(), "{% if %}".into(), BTreeMap::new());
-        let fault = broken.unwrap_err().to_string();
+        let long = ChatTemplate::new("a/template".into(), " ".repeat(65_537), BTreeMap::new());
+        let fault = long.unwrap_err().to_string();
         assert!(fault.starts_with("a/template: the chat template fails"), "{fault}");
         let turns = messages(&[("user", "1")]);
         for (source, words) in [
+            ("{% if %}", "syntax error"),
             ("{{ raise_exception('no such role') }}", "no such role"),
+            // Values that contain themselves would be written without end.
+            ("{% set ns = namespace(s=1) %}{% set ns.s = ns %}{{ ns }}", ""),
+            ("{% set ns = namespace(s=1) %}{% set ns.s = [ns] %}{{ ns }}", ""),
             ("{{ messages[3].content }}", "undefined"),
             ("{{ strftime_now('%Y') }}", "strftime_now"),
             ("{{ 'x' * 1000000000000 }}", ""),
@@ -331,13 +384,21 @@ mod tests {
             ("{{ messages | tojson(indent=1000000000000) }}", "indent is 1000000000000, must be"),
             (
                 "{% for a in range(999) %}{{ 'x' * 100000 }}{% endfor %}",
-                "it is longer than 67108864 bytes",
+                "it is longer than 1048576 bytes",
             ),
             ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ] {
             let fault = template(source).render(&turns, false).unwrap_err().to_string();
             assert!(fault.starts_with("template: the chat template fails"), "{fault}");
             assert!(fault.contains(words), "{source}: {fault}");
+        }
+        // Deeper nests than a stack of the usual size can hold.
+        for source in [
+            format!("{{{{ {}1 }}}}", "-".repeat(30_000)),
+            format!("{{{{ 1{} }}}}", "+1".repeat(20_000)),
+            format!("{{{{ messages{} }}}}", ".a".repeat(30_000)),
+        ] {
+            drop(template(&source).render(&turns, false));
         }
         let widest = template("{{ messages | tojson(indent=64) }}").render(&turns, false).unwrap();
         assert!(widest.contains(&format!("\n{}\"role\"", " ".repeat(128))), "{widest}");

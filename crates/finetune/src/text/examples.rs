@@ -40,7 +40,7 @@ pub enum Overlong {
 
 /// Sequences of tokens with their labels.
 #[derive(Debug)]
-#[expect(clippy::struct_field_names, reason = "the other fields are about them")]
+#[expect(clippy::struct_field_names, reason = "the other fields describe the examples")]
 pub struct Examples {
     examples: Vec<LabeledTokens>,
     n_overlong: u64,
@@ -52,9 +52,9 @@ pub struct Examples {
 #[non_exhaustive]
 pub struct FileCounts {
     /// Files with an example in each line.
-    pub of_lines: u64,
+    pub n_with_line_examples: u64,
     /// Files with an example in each paragraph.
-    pub of_texts: u64,
+    pub n_with_paragraph_examples: u64,
     /// Files that are not UTF-8.
     pub skipped: u64,
 }
@@ -78,12 +78,13 @@ impl Examples {
         context: usize,
         overlong: Overlong,
     ) -> Result<Self> {
-        let mut read = Self { examples: Vec::new(), n_overlong: 0, files: FileCounts::default() };
+        let mut examples =
+            Self { examples: Vec::new(), n_overlong: 0, files: FileCounts::default() };
         for file in files::list(path)? {
-            let Some(text) = read.files.text(&file)? else { continue };
+            let Some(text) = examples.files.read_text(&file)? else { continue };
             for (location, item) in lines::items(&file, &text)? {
                 match encode(tokenizer, &item) {
-                    Ok(example) => read.add(example, location, context, overlong)?,
+                    Ok(example) => examples.add(example, location, context, overlong)?,
                     Err(cause) => {
                         let cause = Box::new(cause);
                         return Err(ExampleError::Tokens { location, cause }.into());
@@ -91,10 +92,10 @@ impl Examples {
                 }
             }
         }
-        if read.examples.is_empty() {
+        if examples.examples.is_empty() {
             return Err(ExampleError::Empty { path: path.into() }.into());
         }
-        Ok(read)
+        Ok(examples)
     }
 
     /// Makes one example per text. All tokens are targets.
@@ -112,7 +113,7 @@ impl Examples {
             Self { examples: Vec::new(), n_overlong: 0, files: FileCounts::default() };
         for (n, text) in (1..).zip(texts) {
             let location = SourceLocation::new(Path::new("the list"), "text", n);
-            examples.add(tokenizer.text(&text)?, location, context, overlong)?;
+            examples.add(tokenizer.encode_text(&text)?, location, context, overlong)?;
         }
         Ok(examples)
     }
@@ -127,7 +128,7 @@ impl Examples {
         self.n_overlong
     }
 
-    /// Returns the numbers of files. After a split, they cover both parts.
+    /// Returns the numbers of files by kind. Both parts of a split have the numbers of all files.
     pub fn files(&self) -> FileCounts {
         self.files
     }
@@ -137,13 +138,13 @@ impl Examples {
         &self.example(index).ids
     }
 
-    /// Returns the labels of an example's tokens: the token itself for a target, and −100
-    /// otherwise. Labels are not shifted.
+    /// Returns the labels of an example's tokens, not shifted: the token itself for a target, and −100
+    /// for any other token.
     pub fn labels(&self, index: u64) -> Vec<i64> {
-        let LabeledTokens { ids, answers } = self.example(index);
+        let LabeledTokens { ids, targets } = self.example(index);
         let mut labels = vec![IGNORED; ids.len()];
-        for answer in answers {
-            for (label, &id) in labels[answer.clone()].iter_mut().zip(&ids[answer.clone()]) {
+        for target in targets {
+            for (label, &id) in labels[target.clone()].iter_mut().zip(&ids[target.clone()]) {
                 *label = id.into();
             }
         }
@@ -153,12 +154,13 @@ impl Examples {
     /// Returns a hash of the tokens and the labels, in hexadecimal digits.
     pub(crate) fn fingerprint(&self) -> String {
         let mut fingerprint = Fingerprint::new();
-        for LabeledTokens { ids, answers } in &self.examples {
+        for LabeledTokens { ids, targets } in &self.examples {
             fingerprint.write_u64(ids.len() as u64);
             fingerprint.extend(ids.iter().map(|&id| id.into()));
-            fingerprint.write_u64(answers.len() as u64);
-            fingerprint
-                .extend(answers.iter().flat_map(|answer| [answer.start, answer.end]).map(word));
+            fingerprint.write_u64(targets.len() as u64);
+            for target in targets {
+                fingerprint.extend([target.start as u64, target.end as u64]);
+            }
         }
         fingerprint.to_string()
     }
@@ -174,16 +176,16 @@ impl Examples {
         #[expect(
             clippy::cast_possible_truncation,
             clippy::cast_sign_loss,
-            reason = "a fraction of a number of examples, which is checked below"
+            reason = "the next lines reject fractions that are not between 0 and 1"
         )]
         let n_held_out = (fraction * n_examples as f64).round() as usize;
         if !(fraction > 0. && fraction < 1.) || n_held_out == 0 || n_held_out == n_examples {
             return Err(ExampleError::Split { fraction, n_examples, n_held_out }.into());
         }
-        let is_held_out = held_out(n_examples, n_held_out, seed)?;
+        let held_out_flags = choose_held_out(n_examples, n_held_out, seed)?;
         let mut training = Vec::new();
         let mut validation = Vec::new();
-        for (example, is_held_out) in iter::zip(self.examples, is_held_out) {
+        for (example, is_held_out) in iter::zip(self.examples, held_out_flags) {
             if is_held_out { validation.push(example) } else { training.push(example) }
         }
         let validation = Self { examples: validation, n_overlong: 0, files: self.files };
@@ -193,7 +195,7 @@ impl Examples {
         ))
     }
 
-    /// Adds an example, after applying the policy for overlong texts.
+    /// Adds an example. If it is longer than the context, `overlong` decides what happens.
     fn add(
         &mut self,
         mut example: LabeledTokens,
@@ -216,7 +218,6 @@ impl Examples {
                 }
             }
         }
-        // The first token is never predicted.
         if has_target(&example) {
             self.examples.push(example);
             return Ok(());
@@ -228,7 +229,7 @@ impl Examples {
         })
     }
 
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     fn example(&self, index: u64) -> &LabeledTokens {
         let index = usize::try_from(index).expect("examples in memory have indices of type usize");
         &self.examples[index]
@@ -236,8 +237,9 @@ impl Examples {
 }
 
 impl FileCounts {
-    /// Counts a file, and returns its text, or `None` for a skipped file.
-    fn text(&mut self, file: &Path) -> Result<Option<String>> {
+    /// Counts a file, and returns its text. A file that is not UTF-8 is skipped, and the result is
+    /// `None`.
+    fn read_text(&mut self, file: &Path) -> Result<Option<String>> {
         if file.extension().is_some_and(|extension| extension == "json") {
             return Err(ExampleError::WholeJson { path: file.into() }.into());
         }
@@ -253,8 +255,8 @@ impl FileCounts {
             }
             Ok(text) => {
                 let has_line_items = lines::has_line_items(file);
-                self.of_lines += u64::from(has_line_items);
-                self.of_texts += u64::from(!has_line_items);
+                self.n_with_line_examples += u64::from(has_line_items);
+                self.n_with_paragraph_examples += u64::from(!has_line_items);
                 Ok(Some(text))
             }
         }
@@ -264,15 +266,15 @@ impl FileCounts {
 /// Returns the tokens of an item.
 fn encode(tokenizer: &Tokenizer, item: &Item) -> Result<LabeledTokens> {
     match item {
-        Item::Text(text) => tokenizer.text(text),
-        Item::Answer { prompt, completion } => tokenizer.answer(prompt, completion),
-        Item::Messages(messages) => tokenizer.conversation(messages),
+        Item::Text(text) => tokenizer.encode_text(text),
+        Item::Answer { prompt, completion } => tokenizer.encode_answer(prompt, completion),
+        Item::Messages(messages) => tokenizer.encode_conversation(messages),
     }
 }
 
-/// Returns true if some target has a token before it.
+/// Returns true if some target can be predicted: the first token cannot, since no token precedes it.
 fn has_target(example: &LabeledTokens) -> bool {
-    example.answers.iter().any(|answer| answer.end > answer.start.max(1))
+    example.targets.iter().any(|target| target.end > target.start.max(1))
 }
 
 /// Splits an example into parts of at most `n_tokens` tokens. Parts without a target are dropped.
@@ -281,12 +283,12 @@ fn split(example: &LabeledTokens, n_tokens: usize) -> Vec<LabeledTokens> {
     let mut parts = Vec::new();
     for (start, ids) in chunks {
         let end = start + ids.len();
-        let mut answers = Vec::with_capacity(example.answers.len());
-        for answer in &example.answers {
-            let clamped = answer.start.clamp(start, end)..answer.end.clamp(start, end);
-            answers.push(clamped.start - start..clamped.end - start);
+        let mut targets = Vec::with_capacity(example.targets.len());
+        for target in &example.targets {
+            let clamped = target.start.clamp(start, end)..target.end.clamp(start, end);
+            targets.push(clamped.start - start..clamped.end - start);
         }
-        let part = LabeledTokens { ids: ids.to_vec(), answers };
+        let part = LabeledTokens { ids: ids.to_vec(), targets };
         if has_target(&part) {
             parts.push(part);
         }
@@ -297,27 +299,24 @@ fn split(example: &LabeledTokens, n_tokens: usize) -> Vec<LabeledTokens> {
 /// Truncates an example to `n_tokens` tokens.
 fn truncate(mut example: LabeledTokens, n_tokens: usize) -> LabeledTokens {
     example.ids.truncate(n_tokens);
-    for answer in &mut example.answers {
-        *answer = answer.start.min(n_tokens)..answer.end.min(n_tokens);
+    for target in &mut example.targets {
+        *target = target.start.min(n_tokens)..target.end.min(n_tokens);
     }
     example
 }
 
-/// Returns a flag per example, true for held-out examples: the first ones of a random order.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
-fn held_out(n_examples: usize, n_held_out: usize, seed: Seed) -> Result<Vec<bool>> {
+/// Returns a flag per example, true for held-out examples. The first examples of a random order are
+/// held out.
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
+fn choose_held_out(n_examples: usize, n_held_out: usize, seed: Seed) -> Result<Vec<bool>> {
     let config = SamplerConfig::default().with_seed(seed);
     let order = DistributedSampler::new(n_examples as u64, Placement::SINGLE, config)?;
-    let mut is_held_out = vec![false; n_examples];
+    let mut held_out_flags = vec![false; n_examples];
     for index in order.iter().take(n_held_out) {
         let index = usize::try_from(index).expect("examples in memory have indices of type usize");
-        is_held_out[index] = true;
+        held_out_flags[index] = true;
     }
-    Ok(is_held_out)
-}
-
-fn word(number: usize) -> u64 {
-    number as u64
+    Ok(held_out_flags)
 }
 
 #[cfg(test)]
@@ -452,7 +451,8 @@ mod tests {
         write("picture.png", b"\x89PNG\xff");
         let examples = read().unwrap();
         assert_eq!(examples.len(), 3);
-        let files = FileCounts { of_lines: 1, of_texts: 1, skipped: 1 };
+        let files =
+            FileCounts { n_with_line_examples: 1, n_with_paragraph_examples: 1, skipped: 1 };
         assert_eq!(examples.files(), files);
         let (kept, held) = examples.split(0.4, Seed::new(0)).unwrap();
         assert_eq!((kept.files(), held.files()), (files, files));
@@ -478,7 +478,7 @@ mod tests {
         let content = "\"abc\"\n\"abcdefghijkl\"\n";
         let fault = read("a.jsonl", content, 8, Overlong::Error).unwrap_err();
         assert!(fault.to_string().starts_with("line 2 of "), "{fault}");
-        assert!(fault.to_string().contains(" tokens, and the context is 8"), "{fault}");
+        assert!(fault.to_string().contains(" tokens, more than the context of 8"), "{fault}");
         assert!(matches!(fault, Error::Example(ExampleError::Overlong { context: 8, .. })));
         let whole = lines(content).unwrap();
         let cut = read("a.jsonl", content, 8, Overlong::Truncate).unwrap();

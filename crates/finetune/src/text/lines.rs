@@ -1,4 +1,4 @@
-//! The items of a file of examples: paragraphs of a text, or lines of JSON.
+//! Reads the examples of a file: paragraphs of a text, or lines of JSON.
 
 use std::path::Path;
 
@@ -28,13 +28,13 @@ pub(crate) enum Item {
 ///
 /// # Errors
 ///
-/// [`ExampleError::Line`] if a line is not an item, [`ExampleError::KindMismatch`] if a line is of
-/// another kind than the first line.
+/// [`ExampleError::Line`] if a line is not an item, [`ExampleError::KindMismatch`] if an item is of
+/// another kind than the first item.
 pub(crate) fn items(path: &Path, content: &str) -> Result<Vec<(SourceLocation, Item)>> {
     if has_line_items(path) {
-        return lines(path, content);
+        return line_items(path, content);
     }
-    // A `\r` would make blank lines nonempty.
+    // Blank lines separate paragraphs, and a `\r` would make them nonempty.
     let content = content.replace("\r\n", "\n");
     let paragraphs = (1..).zip(content.split("\n\n")).filter(|(_, text)| !text.trim().is_empty());
     let mut items = Vec::new();
@@ -50,7 +50,7 @@ pub(crate) fn has_line_items(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "jsonl")
 }
 
-fn lines(path: &Path, content: &str) -> Result<Vec<(SourceLocation, Item)>> {
+fn line_items(path: &Path, content: &str) -> Result<Vec<(SourceLocation, Item)>> {
     let mut items: Vec<(SourceLocation, Item)> = Vec::new();
     for (number, line) in (1..).zip(content.lines()) {
         if line.trim().is_empty() {
@@ -63,12 +63,12 @@ fn lines(path: &Path, content: &str) -> Result<Vec<(SourceLocation, Item)>> {
                 return Err(ExampleError::Line { location, reason, line: line.into() }.into());
             }
         };
-        if let Some((first, other)) = items.first()
-            && other.kind() != item.kind()
+        if let Some((first_location, first_item)) = items.first()
+            && first_item.kind() != item.kind()
         {
             let kind = item.kind();
-            let expected = other.kind();
-            let first = first.number;
+            let expected = first_item.kind();
+            let first = first_location.number;
             return Err(ExampleError::KindMismatch { location, kind, first, expected }.into());
         }
         items.push((location, item));
@@ -82,8 +82,8 @@ const PROMPT: &str = "prompt";
 const COMPLETION: &str = "completion";
 const MESSAGES: &str = "messages";
 
-// The fields of tools, in a line and in a message. They are rejected: templates render tools, but
-// do not get them here, so the model would be trained on another text.
+// The fields with tools, in a line and in a message. Templates would render tools, but do not get
+// them here, so the model would be trained on a different text. Both fields are therefore rejected.
 const TOOLS: &str = "tools";
 const TOOL_CALLS: &str = "tool_calls";
 
@@ -100,10 +100,10 @@ impl Item {
     fn from_fields(fields: &mut Map<String, Value>) -> Result<Self, String> {
         let has = |name: &str| fields.contains_key(name);
         match (has(TEXT), has(PROMPT) || has(COMPLETION), has(MESSAGES)) {
-            (true, false, false) => Ok(Self::Text(string(fields, TEXT)?)),
+            (true, false, false) => Ok(Self::Text(take_string(fields, TEXT)?)),
             (false, true, false) => {
-                let prompt = string(fields, PROMPT)?;
-                let completion = string(fields, COMPLETION)?;
+                let prompt = take_string(fields, PROMPT)?;
+                let completion = take_string(fields, COMPLETION)?;
                 if completion.trim().is_empty() {
                     return Err("has an empty completion".into());
                 }
@@ -111,7 +111,7 @@ impl Item {
             }
             (false, false, true) => {
                 check_tools(TOOLS, fields.get(TOOLS))?;
-                messages(fields[MESSAGES].take()).map(Self::Messages)
+                parse_messages(fields[MESSAGES].take()).map(Self::Messages)
             }
             (false, false, false) => {
                 Err("has no text, no prompt and completion, and no messages".into())
@@ -120,7 +120,7 @@ impl Item {
         }
     }
 
-    /// Returns the kind for messages.
+    /// Returns the kind in words, for error messages.
     fn kind(&self) -> &'static str {
         match self {
             Self::Text(_) => "a text",
@@ -130,7 +130,7 @@ impl Item {
     }
 }
 
-fn string(fields: &mut Map<String, Value>, name: &str) -> Result<String, String> {
+fn take_string(fields: &mut Map<String, Value>, name: &str) -> Result<String, String> {
     match fields.remove(name) {
         Some(Value::String(text)) => Ok(text),
         Some(_) => Err(format!("has a {name} that is not a string")),
@@ -148,7 +148,7 @@ fn check_tools(name: &str, tools: Option<&Value>) -> Result<(), String> {
 }
 
 /// Returns the messages of a conversation, with at least one message of the assistant.
-fn messages(value: Value) -> Result<Vec<Message>, String> {
+fn parse_messages(value: Value) -> Result<Vec<Message>, String> {
     for message in value.as_array().into_iter().flatten() {
         check_tools(TOOL_CALLS, message.get(TOOL_CALLS))?;
     }

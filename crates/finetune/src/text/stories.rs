@@ -5,7 +5,7 @@
 
 use core_types::Seed;
 
-/// The number of stories, of about 310 bytes each: a short run repeats few of them.
+/// The number of stories, of about 310 bytes each: enough that a short run repeats few of them.
 const N_STORIES: u64 = 2300;
 
 const SEED: Seed = Seed::new(0);
@@ -48,7 +48,7 @@ const PARTS: [&[&str]; 10] = [
 
 /// Returns the stories, the same on every machine.
 pub(crate) fn stories() -> impl Iterator<Item = String> {
-    (0..N_STORIES).map(|index| story(SEED.derive(index)))
+    (0..N_STORIES).map(|index| generate_story(SEED.derive(index)))
 }
 
 /// Returns true if the grammar has this sentence.
@@ -57,40 +57,41 @@ pub(crate) fn parses(sentence: &str) -> bool {
     PARTS.iter().flat_map(|part| part.iter()).any(|pattern| has_form(sentence, pattern))
 }
 
-fn story(seed: Seed) -> String {
-    let mut draws = Draws { seed, n_drawn: 0 };
-    let chosen: Vec<&str> = SLOTS.iter().map(|(_, words)| draws.one_of(words)).collect();
-    // Neighbors in `SLOTS` may share a list of words, and must not get the same word: the friend
-    // needs another name than the hero, and the place must not be the home.
-    if chosen.windows(2).any(|pair| pair[0] == pair[1]) {
-        return story(seed.derive(draws.n_drawn));
+fn generate_story(seed: Seed) -> String {
+    let mut draws = WordDraws { seed, n_drawn: 0 };
+    let words: Vec<&str> = SLOTS.iter().map(|(_, list)| draws.draw_from(list)).collect();
+    // Neighbors in `SLOTS` that share a list of words must get different words: the friend needs
+    // another name than the hero, and the place must not be the home.
+    if words.windows(2).any(|pair| pair[0] == pair[1]) {
+        return generate_story(seed.derive(draws.n_drawn));
     }
-    let sentences = PARTS.map(|part| filled(draws.one_of(part), &chosen));
+    let sentences = PARTS.map(|part| fill_slots(draws.draw_from(part), &words));
     sentences.join(" ")
 }
 
 /// Fills each slot of a pattern with its word.
-fn filled(pattern: &str, chosen: &[&str]) -> String {
+fn fill_slots(pattern: &str, words: &[&str]) -> String {
     let mut sentence = pattern.to_owned();
-    for ((slot, _), word) in SLOTS.iter().zip(chosen) {
+    for ((slot, _), word) in SLOTS.iter().zip(words) {
         sentence = sentence.replace(&format!("{{{slot}}}"), word);
     }
     sentence
 }
 
 /// Draws words that depend on a seed and on the number of words drawn before.
-struct Draws {
+struct WordDraws {
     seed: Seed,
     n_drawn: u64,
 }
 
-impl Draws {
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
-    fn one_of<'a>(&mut self, words: &[&'a str]) -> &'a str {
+impl WordDraws {
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
+    fn draw_from<'a>(&mut self, words: &[&'a str]) -> &'a str {
         let random = self.seed.derive(self.n_drawn).as_u64();
         self.n_drawn += 1;
-        let index = usize::try_from(random % words.len() as u64);
-        words[index.expect("an index below a length is a usize")]
+        let index = usize::try_from(random % words.len() as u64)
+            .expect("an index below a length is a usize");
+        words[index]
     }
 }
 

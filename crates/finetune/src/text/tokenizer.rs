@@ -31,20 +31,20 @@ const GENERATION: &str = "generation_config.json";
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
 /// Files of older tokenizers, which some programs read instead of `tokenizer.json`.
-const OLDER: [&str; 4] = ["added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"];
+const OLDER_FILES: [&str; 4] = ["added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"];
 
 /// The tokenizer of a model, with its chat template if it has one.
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// Folder, for errors.
+    /// Folder of the files, for errors.
     path: PathBuf,
-    /// Contents of its files by name.
+    /// Contents of the tokenizer's files by name.
     files: BTreeMap<String, Vec<u8>>,
     /// Token that ends texts in training.
-    end: u32,
+    end_id: u32,
     /// All tokens that end a generated text.
-    ends: BTreeSet<u32>,
+    end_ids: BTreeSet<u32>,
     chat: Option<ChatTemplate>,
 }
 
@@ -53,7 +53,7 @@ pub struct Tokenizer {
 pub(crate) struct LabeledTokens {
     pub(crate) ids: Vec<u32>,
     /// Ranges of targets in `ids`, in order.
-    pub(crate) answers: Vec<Range<usize>>,
+    pub(crate) targets: Vec<Range<usize>>,
 }
 
 impl Tokenizer {
@@ -65,12 +65,14 @@ impl Tokenizer {
     /// if no token ends a text.
     pub(crate) fn open(folder: &Path, config: &str, vocab_size: usize) -> Result<Self> {
         let mut files = BTreeMap::new();
-        for name in [FILE, CONFIG, SPECIAL_TOKENS, GENERATION, CHAT_TEMPLATE].iter().chain(&OLDER) {
+        for name in
+            [FILE, CONFIG, SPECIAL_TOKENS, GENERATION, CHAT_TEMPLATE].iter().chain(&OLDER_FILES)
+        {
             if let Some(bytes) = files::read_if_there(&folder.join(name))? {
                 files.insert((*name).to_owned(), bytes);
             }
         }
-        Self::from_files(folder, files, &Ids::read(folder, config)?, vocab_size)
+        Self::from_files(folder, files, &EndIds::read(folder, config)?, vocab_size)
     }
 
     /// Makes the tokenizer of a byte model: one token per byte, and an end token.
@@ -79,48 +81,49 @@ impl Tokenizer {
     ///
     /// [`TokenizerError::NoByteEnd`] if `config.json` names no token beyond the bytes.
     pub(crate) fn bytes(folder: &Path, config: &str, vocab_size: usize) -> Result<Self> {
-        let ids = Ids::read(folder, config)?;
+        let ids = EndIds::read(folder, config)?;
         let end = ids.eos_token_id.clone().into_iter().flat_map(OneOrMore::into_vec).next();
         let Some(end) = end.filter(|&end| end >= byte_tokenizer::N_BYTES) else {
             return Err(TokenizerError::NoByteEnd { path: folder.join(files::CONFIG) }.into());
         };
-        let tokenizer = byte_tokenizer::tokenizer_json(end);
-        let config = byte_tokenizer::tokenizer_config_json();
-        let files = [(FILE, tokenizer), (CONFIG, config)];
-        let files = files.map(|(name, value)| (name.to_owned(), value.to_string().into_bytes()));
+        let values = [
+            (FILE, byte_tokenizer::tokenizer_json(end)),
+            (CONFIG, byte_tokenizer::tokenizer_config_json()),
+        ];
+        let files = values.map(|(name, value)| (name.to_owned(), value.to_string().into_bytes()));
         Self::from_files(folder, files.into(), &ids, vocab_size)
     }
 
     fn from_files(
         folder: &Path,
         files: BTreeMap<String, Vec<u8>>,
-        model_ids: &Ids,
+        model_ids: &EndIds,
         vocab_size: usize,
     ) -> Result<Self> {
         let inner = read_tokenizer(folder, &files)?;
         check_vocabulary(folder, &inner, vocab_size)?;
         let special = SpecialTokens::read(folder, &files)?;
-        let (end, ends) = special.end_tokens(folder, &files, model_ids, &inner)?;
+        let (end_id, end_ids) = special.end_tokens(folder, &files, model_ids, &inner)?;
         let chat = chat_template(folder, &files, &special)?;
-        Ok(Self { inner, path: folder.to_owned(), files, end, ends, chat })
+        Ok(Self { inner, path: folder.to_owned(), files, end_id, end_ids, chat })
     }
 
     /// Returns true if this token ends a generated text. Several tokens may do so.
     pub(crate) fn is_end(&self, id: u32) -> bool {
-        self.ends.contains(&id)
+        self.end_ids.contains(&id)
     }
 
-    /// Returns the tokens of a text to continue: with tokens that the tokenizer adds before it,
-    /// such as a begin token, and without an end token that it adds after it. End tokens in the
-    /// text itself stay.
+    /// Returns the tokens of a text to continue: with the tokens that the tokenizer adds before the
+    /// text, such as a begin token, and without the end token that some tokenizers add after the
+    /// text. End tokens in the text itself stay.
     ///
     /// # Errors
     ///
-    /// [`TokenizerError::Broken`] if the tokenizer cannot encode it.
+    /// [`TokenizerError::Broken`] if the tokenizer cannot encode the text.
     pub(crate) fn begin(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = self.encode(text, true)?.get_ids().to_vec();
         if let [before @ .., last] = &ids[..]
-            && *last == self.end
+            && *last == self.end_id
             // Some tokenizers use the same token to begin and to end a text.
             && !before.is_empty()
             && before.ends_with(&self.encode_plain(text)?)
@@ -130,7 +133,7 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// Returns the tokens of a text without added tokens.
+    /// Returns the tokens of a text, without the tokens that the tokenizer would add.
     ///
     /// # Errors
     ///
@@ -144,45 +147,45 @@ impl Tokenizer {
     /// # Errors
     ///
     /// The errors of [`begin`](Self::begin).
-    pub(crate) fn text(&self, text: &str) -> Result<LabeledTokens> {
+    pub(crate) fn encode_text(&self, text: &str) -> Result<LabeledTokens> {
         let mut ids = self.encode(text, true)?.get_ids().to_vec();
         // Some tokenizers add the end token themselves.
-        if ids.last() != Some(&self.end) {
-            ids.push(self.end);
+        if ids.last() != Some(&self.end_id) {
+            ids.push(self.end_id);
         }
         let all = 0..ids.len();
-        Ok(LabeledTokens { ids, answers: vec![all] })
+        Ok(LabeledTokens { ids, targets: vec![all] })
     }
 
     /// Returns the tokens of a prompt, an answer and an end token. The answer and the end token are
-    /// the target. Prompt and answer are encoded separately, since a model gets only the prompt in
-    /// generation.
+    /// the target. The prompt is encoded separately from the answer, as in generation, where a model
+    /// gets only the prompt.
     ///
     /// # Errors
     ///
     /// The errors of [`begin`](Self::begin).
-    pub(crate) fn answer(&self, prompt: &str, answer: &str) -> Result<LabeledTokens> {
+    pub(crate) fn encode_answer(&self, prompt: &str, answer: &str) -> Result<LabeledTokens> {
         let mut ids = self.begin(prompt)?;
         let start = ids.len();
         ids.extend(self.encode_plain(answer)?);
-        ids.push(self.end);
-        let answer = start..ids.len();
-        Ok(LabeledTokens { ids, answers: vec![answer] })
+        ids.push(self.end_id);
+        let target = start..ids.len();
+        Ok(LabeledTokens { ids, targets: vec![target] })
     }
 
-    /// Returns the tokens of a conversation by the chat template. The assistant's messages are
-    /// targets.
+    /// Returns the tokens of a conversation, as rendered by the chat template. The assistant's
+    /// messages are targets.
     ///
     /// # Errors
     ///
     /// [`TokenizerError::NoChatTemplate`], [`TokenizerError::Rendering`] or
     /// [`TokenizerError::Rewrites`].
-    pub(crate) fn conversation(&self, messages: &[Message]) -> Result<LabeledTokens> {
-        let rendered = self.chat()?.conversation(messages)?;
+    pub(crate) fn encode_conversation(&self, messages: &[Message]) -> Result<LabeledTokens> {
+        let rendered = self.chat()?.render_with_answers(messages)?;
         // The template itself writes special tokens.
         let encoding = self.encode(&rendered.text, false)?;
-        let answers = rendered.answers.iter().map(|bytes| token_range(bytes, &encoding)).collect();
-        Ok(LabeledTokens { ids: encoding.get_ids().to_vec(), answers })
+        let targets = rendered.answers.iter().map(|bytes| token_range(bytes, &encoding)).collect();
+        Ok(LabeledTokens { ids: encoding.get_ids().to_vec(), targets })
     }
 
     /// Returns the tokens of a conversation up to the assistant's answer.
@@ -251,20 +254,21 @@ fn read_tokenizer(
     Ok(inner)
 }
 
-/// Calls the library, and converts errors and panics, which inconsistent files cause.
+/// Calls the library, and converts its errors. Inconsistent files make it panic, which is an error
+/// too.
 fn call_library<T>(folder: &Path, work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
     let reason = match panic::catch_unwind(AssertUnwindSafe(work)) {
-        Ok(Ok(done)) => return Ok(done),
+        Ok(Ok(result)) => return Ok(result),
         Ok(Err(fault)) => fault.to_string(),
         Err(_) => String::from("the file is inconsistent"),
     };
     Err(TokenizerError::Broken { path: folder.join(FILE), reason }.into())
 }
 
-/// Checks that the model has all tokens.
+/// Checks that all tokens of the tokenizer are in the vocabulary of the model.
 fn check_vocabulary(folder: &Path, inner: &tokenizers::Tokenizer, vocab_size: usize) -> Result<()> {
-    let last = inner.get_vocab(true).into_iter().max_by_key(|(_, id)| *id);
-    match last.filter(|&(_, id)| id as usize >= vocab_size) {
+    let highest = inner.get_vocab(true).into_iter().max_by_key(|(_, id)| *id);
+    match highest.filter(|&(_, id)| id as usize >= vocab_size) {
         None => Ok(()),
         Some((token, id)) => {
             let path = folder.join(FILE);
@@ -305,9 +309,9 @@ struct NamedTemplate {
     template: String,
 }
 
-/// The tokens in `config.json` and `generation_config.json`.
+/// The end tokens in `config.json` and `generation_config.json`.
 #[derive(Clone, Debug, Default, Deserialize)]
-struct Ids {
+struct EndIds {
     eos_token_id: Option<OneOrMore>,
 }
 
@@ -318,7 +322,7 @@ enum OneOrMore {
     More(Vec<u32>),
 }
 
-impl Ids {
+impl EndIds {
     /// Reads the `config.json` of a folder.
     fn read(folder: &Path, config: &str) -> Result<Self> {
         serde_json::from_str(config).map_err(|cause| Error::Json {
@@ -347,10 +351,11 @@ impl TokenText {
 }
 
 impl SpecialTokens {
-    /// Reads `tokenizer_config.json`, and missing fields from an older file.
+    /// Reads `tokenizer_config.json`. Fields that it does not have come from the file of older
+    /// tokenizers, `special_tokens_map.json`.
     fn read(folder: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<Self> {
-        let newer: Self = read_part(folder, files, CONFIG)?;
-        let older: Self = read_part(folder, files, SPECIAL_TOKENS)?;
+        let newer: Self = read_optional(folder, files, CONFIG)?;
+        let older: Self = read_optional(folder, files, SPECIAL_TOKENS)?;
         Ok(Self {
             bos_token: newer.bos_token.or(older.bos_token),
             eos_token: newer.eos_token.or(older.eos_token),
@@ -368,8 +373,9 @@ impl SpecialTokens {
             ("pad_token", &self.pad_token),
             ("unk_token", &self.unk_token),
         ];
-        let given = all.into_iter().filter_map(|(name, token)| Some((name, token.as_ref()?)));
-        given.map(|(name, token)| (name, token.text().to_owned())).collect()
+        all.into_iter()
+            .filter_map(|(name, token)| Some((name, token.as_ref()?.text().to_owned())))
+            .collect()
     }
 
     /// Returns the end token for training, and all tokens that end a generated text. The
@@ -378,33 +384,34 @@ impl SpecialTokens {
         &self,
         folder: &Path,
         files: &BTreeMap<String, Vec<u8>>,
-        model_ids: &Ids,
+        model_ids: &EndIds,
         inner: &tokenizers::Tokenizer,
     ) -> Result<(u32, BTreeSet<u32>)> {
-        let mut ends = Vec::new();
+        let mut end_ids = Vec::new();
         if let Some(token) = &self.eos_token {
             let text = token.text();
             let Some(id) = inner.token_to_id(text) else {
                 let token = text.to_owned();
                 return Err(TokenizerError::UnknownEnd { path: folder.into(), token }.into());
             };
-            ends.push(id);
+            end_ids.push(id);
         }
-        let generation_ids: Ids = read_part(folder, files, GENERATION)?;
-        let more =
+        let generation_ids: EndIds = read_optional(folder, files, GENERATION)?;
+        let configured =
             [model_ids.clone(), generation_ids].into_iter().filter_map(|ids| ids.eos_token_id);
-        ends.extend(more.flat_map(OneOrMore::into_vec));
-        let Some(&first) = ends.first() else {
+        end_ids.extend(configured.flat_map(OneOrMore::into_vec));
+        let Some(&first) = end_ids.first() else {
             return Err(TokenizerError::NoEnd { path: folder.into() }.into());
         };
-        if let Some(&id) = ends.iter().find(|&&id| inner.id_to_token(id).is_none()) {
+        if let Some(&id) = end_ids.iter().find(|&&id| inner.id_to_token(id).is_none()) {
             return Err(TokenizerError::UnknownEndId { path: folder.into(), id }.into());
         }
-        Ok((first, ends.into_iter().collect()))
+        Ok((first, end_ids.into_iter().collect()))
     }
 }
 
-/// Returns the chat template, if there is one. The separate file takes precedence.
+/// Returns the chat template, if there is one. `chat_template.jinja` takes precedence over the template
+/// in `tokenizer_config.json`.
 fn chat_template(
     folder: &Path,
     files: &BTreeMap<String, Vec<u8>>,
@@ -430,8 +437,8 @@ fn chat_template(
     ChatTemplate::new(folder.join(name), source, special.by_name()).map(Some)
 }
 
-/// Parses an optional file.
-fn read_part<T: Default + DeserializeOwned>(
+/// Parses an optional file. Without the file, returns the default.
+fn read_optional<T: Default + DeserializeOwned>(
     folder: &Path,
     files: &BTreeMap<String, Vec<u8>>,
     name: &'static str,
@@ -446,8 +453,8 @@ fn read_part<T: Default + DeserializeOwned>(
 
 /// Returns the range of tokens that begin within these bytes of a text.
 ///
-/// A token that begins before the range and ends in it is not counted: a model never generates it,
-/// since the tokens of the prompt alone are different there.
+/// A token that begins before these bytes and ends within them is left out: a model never generates
+/// such a token, since the prompt alone ends with other tokens.
 fn token_range(bytes: &Range<usize>, encoding: &Encoding) -> Range<usize> {
     let starts = encoding.get_offsets().iter().map(|(start, _)| *start);
     let start = starts.clone().take_while(|&start| start < bytes.start).count();
@@ -514,12 +521,12 @@ mod tests {
             let conversation = &chat["conversations"][case["conversation"].as_str().unwrap()];
             let messages: Vec<Message> = serde_json::from_value(conversation.clone()).unwrap();
             let tokenizer = open(copy.path()).unwrap();
-            let LabeledTokens { ids, answers } = tokenizer.conversation(&messages).unwrap();
+            let LabeledTokens { ids, targets } = tokenizer.encode_conversation(&messages).unwrap();
             assert_eq!(ids, golden::ids(&case["ids"]), "{model}");
             let labels: Vec<i64> = serde_json::from_value(case["labels"].clone()).unwrap();
             let mut predicted = Vec::new();
             for n in 0..ids.len() {
-                predicted.push(answers.iter().any(|answer| answer.contains(&n)));
+                predicted.push(targets.iter().any(|target| target.contains(&n)));
             }
             let expected: Vec<bool> = labels.iter().map(|&label| label != -100).collect();
             assert_eq!(predicted, expected, "{model} {}", case["conversation"]);
@@ -541,11 +548,11 @@ mod tests {
             let ids = plain.begin(prompt).unwrap();
             assert_eq!(ids.iter().filter(|&&id| id == 2).count(), prompt.matches("</s>").count());
             assert_eq!(ending.begin(prompt).unwrap(), ids, "{prompt:?}");
-            let answer = ending.answer(prompt, "b").unwrap();
-            assert_eq!(answer, plain.answer(prompt, "b").unwrap());
+            let answer = ending.encode_answer(prompt, "b").unwrap();
+            assert_eq!(answer, plain.encode_answer(prompt, "b").unwrap());
             assert!(answer.ids.starts_with(&ids), "{prompt:?}");
         }
-        assert_eq!(ending.text("hi").unwrap(), plain.text("hi").unwrap());
+        assert_eq!(ending.encode_text("hi").unwrap(), plain.encode_text("hi").unwrap());
     }
 
     #[test]
@@ -592,7 +599,7 @@ mod tests {
         )
         .unwrap();
         assert_eq!(open(copy.path()).unwrap().end, tokenizer.encode_plain("h").unwrap()[0]);
-        let text = tokenizer.text("a<|im_end|>").unwrap();
+        let text = tokenizer.encode_text("a<|im_end|>").unwrap();
         assert_eq!(text.ids.iter().filter(|&&id| id == 319).count(), 1, "no second end token");
     }
 
@@ -623,7 +630,7 @@ mod tests {
     #[test]
     fn dropout_is_rejected_padding_is_ignored() {
         let fault = rejection("llama", FILE, |file| file["model"]["dropout"] = json!(0.1));
-        assert!(fault.contains("with dropout 0.1, tokens are random"), "{fault}");
+        assert!(fault.contains("dropout is 0.1, must be null"), "{fault}");
         let copy = golden::changed("llama", FILE, |file| {
             file["truncation"] = json!({
                 "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0,
@@ -653,7 +660,7 @@ mod tests {
             assert!(ids.iter().map(|&id| u8::try_from(id).unwrap()).eq(text.bytes()));
             assert_eq!(tokenizer.decode(&ids, true).unwrap(), text);
         }
-        assert_eq!(tokenizer.text("a").unwrap().ids, [97, 256]);
+        assert_eq!(tokenizer.encode_text("a").unwrap().ids, [97, 256]);
         assert_eq!(tokenizer.begin("<|end|>").unwrap(), [256]);
         // The saved files give the same tokenizer.
         for (name, bytes) in tokenizer.files() {
@@ -661,7 +668,10 @@ mod tests {
         }
         config("256");
         let read = open_sized(home.path(), 257).unwrap();
-        assert_eq!(read.answer("a", "b").unwrap(), tokenizer.answer("a", "b").unwrap());
+        assert_eq!(
+            read.encode_answer("a", "b").unwrap(),
+            tokenizer.encode_answer("a", "b").unwrap()
+        );
         for end in ["255", "null", "[]"] {
             config(end);
             let fault = bytes(home.path(), 257).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! The model of a run without a folder: a small Llama over bytes.
+//! The built-in model of a run without `--model`: a small byte-level Llama.
 
 use serde_json::{Value, json};
 
@@ -8,11 +8,11 @@ use crate::{
     train::options::RunOptions,
 };
 
-/// The `config.json` of the model. Its tokens are bytes, and one that ends a text.
+/// The `config.json` of the model. Its tokens are the 256 bytes, and a token that ends a text.
 const CONFIG: &str = include_str!("built_in.json");
 
-/// Returns the `config.json` of the model with the sizes of a run.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+/// Returns the `config.json` of the model, with the sizes that the options of a run set.
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 pub(super) fn config(options: &RunOptions) -> Result<Value> {
     let built_in = LlamaConfig::from_json(CONFIG).expect("it is the configuration of a Llama");
     check_heads(&built_in, options)?;
@@ -33,13 +33,13 @@ pub(super) fn config(options: &RunOptions) -> Result<Value> {
     Ok(config)
 }
 
-/// Returns the width of a feed-forward network with three matrices that has about as many weights
-/// as one with two of four times the width.
+/// Returns the width of the feed-forward network. Its three matrices have about as many weights as two
+/// matrices of the usual width, four times the hidden width.
 const fn feed_forward(hidden: usize) -> usize {
     hidden.saturating_mul(11) / 4
 }
 
-/// Rejects heads that do not divide the width.
+/// Rejects a number of heads that does not divide the hidden width.
 fn check_heads(built_in: &LlamaConfig, options: &RunOptions) -> Result<()> {
     let hidden = options.hidden.unwrap_or(built_in.hidden_size);
     let n_heads = options.n_heads.unwrap_or(built_in.num_attention_heads);

@@ -1,4 +1,4 @@
-//! The model and the texts that the options of a run name.
+//! Reads the model that the options of a run name, and returns the inputs of the run.
 
 use std::path::Path;
 
@@ -12,16 +12,17 @@ use crate::{
 };
 
 impl RunOptions {
-    /// Returns the folder of the model, and the inputs of the run; `known` is the description of a
-    /// resumed run.
-    pub(super) fn inputs(&self, known: Option<&Spec>, seed: u64) -> Result<(Folder, RunInputs)> {
-        match (known, &self.model) {
-            (Some(known), _) => self.resumed_inputs(&known.finetune),
+    /// Returns the folder of the model, and the inputs of the run. `resumed` is the description of a
+    /// resumed run, and `seed` the seed of the run.
+    pub(super) fn inputs(&self, resumed: Option<&Spec>, seed: u64) -> Result<(Folder, RunInputs)> {
+        match (resumed, &self.model) {
+            (Some(spec), _) => self.resumed_inputs(&spec.finetune),
             (None, Some(model)) => self.folder_inputs(model),
             (None, None) => self.built_in_inputs(seed),
         }
     }
 
+    /// Returns the inputs for the model of a folder.
     fn folder_inputs(&self, model: &Path) -> Result<(Folder, RunInputs)> {
         let path = model_folder(model)?;
         let folder = Folder::open(&path)?;
@@ -40,7 +41,7 @@ impl RunOptions {
         Ok((folder, inputs))
     }
 
-    /// Returns the small model with random weights.
+    /// Returns the inputs for the built-in model with random weights.
     fn built_in_inputs(&self, seed: u64) -> Result<(Folder, RunInputs)> {
         let folder = Folder::from_config(built_in::config(self)?.to_string())?;
         let inputs = RunInputs {
@@ -51,9 +52,9 @@ impl RunOptions {
         Ok((folder, inputs))
     }
 
-    /// Returns the inputs that do not depend on the source of the model.
-    fn new_inputs(&self, folder: &Folder, overlong: Overlong) -> Result<RunInputs> {
-        /// As often as checkpoints are written.
+    /// Returns the inputs of a new run, without the fields that depend on the source of the model.
+    fn new_inputs(&self, folder: &Folder, default_overlong: Overlong) -> Result<RunInputs> {
+        /// The default number of steps between checkpoints, too.
         const VALIDATE_EVERY: u64 = 50;
         let every = self.validate_every.unwrap_or(VALIDATE_EVERY);
         Ok(RunInputs {
@@ -64,7 +65,7 @@ impl RunOptions {
             tokenizer: folder.tokenizer().fingerprint(),
             context: self.checked_context(folder)?,
             rows: self.rows.unwrap_or_default(),
-            overlong: self.overlong.unwrap_or(overlong),
+            overlong: self.overlong.unwrap_or(default_overlong),
             batch_size: self.batch_size,
             validation: self.validation.map(|fraction| Validation { fraction, every }),
             merge: false,
@@ -72,8 +73,8 @@ impl RunOptions {
     }
 
     /// Returns the inputs of a resumed run. The folder of the model may have moved.
-    fn resumed_inputs(&self, known: &RunInputs) -> Result<(Folder, RunInputs)> {
-        let mut inputs = known.clone();
+    fn resumed_inputs(&self, recorded: &RunInputs) -> Result<(Folder, RunInputs)> {
+        let mut inputs = recorded.clone();
         if let Some(model) = &self.model {
             inputs.folder = Some(model_folder(model)?);
         }
@@ -82,14 +83,14 @@ impl RunOptions {
         Ok((folder, inputs))
     }
 
-    /// Returns the most tokens of a sequence: all positions of the model by default.
+    /// Returns the maximum number of tokens of a sequence: by default, the positions of the model.
     fn checked_context(&self, folder: &Folder) -> Result<usize> {
-        let most = folder.llama().config().max_position_embeddings;
-        let context = self.context.unwrap_or(most);
-        if (2..=most).contains(&context) {
+        let n_positions = folder.llama().config().max_position_embeddings;
+        let context = self.context.unwrap_or(n_positions);
+        if (2..=n_positions).contains(&context) {
             return Ok(context);
         }
-        let expected = format!("2 to {most}, the positions of the model");
+        let expected = format!("2 to {n_positions}, the positions of the model");
         Err(SpecError::setting("context", &context, expected).into())
     }
 }

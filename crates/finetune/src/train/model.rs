@@ -24,10 +24,11 @@ pub(super) struct TrainedModel {
 }
 
 impl TrainedModel {
-    /// Builds the model of a run before its first step: every device has all of it, or its shard.
+    /// Builds the model of a run before its first step. Every device has the whole model, or one shard
+    /// with `sharding`.
     pub(super) fn new(mesh: &DeviceMesh, spec: &Spec, sharding: Option<&Sharding>) -> Result<Self> {
         let model = spec.trained_model()?;
-        let builder = DataParallel::builder(mesh, build(&model)).by_units(model.units());
+        let builder = DataParallel::builder(mesh, constructor(&model)).by_units(model.units());
         let precision = spec.recipe.precision().dtype();
         let builder = with_spec(builder, spec, &model).mixed_precision(precision, DType::F32);
         let builder = match sharding {
@@ -51,35 +52,37 @@ impl TrainedModel {
 
     /// Trains on a batch.
     ///
-    /// The whole batch goes to the mesh, which splits it: one order and one list of batches, so
-    /// neither depends on the number of devices. A sampler per replica would make both depend on it.
+    /// The mesh gets the whole batch and splits it. The order of sequences and the batches therefore do
+    /// not depend on the number of devices, as they would with a sampler per replica.
     pub(super) fn step(&mut self, batch: BatchTensors, learning_rate: f64) -> Result<Step> {
         let Self { model, trained } = self;
         trained.set_learning_rate(learning_rate)?;
         Ok(trained.step(batch, |_: &Replica, units, batch| model.loss(units, batch))?)
     }
 
-    /// Returns the loss of a batch without learning from it.
+    /// Returns the loss of a batch, without updating the model.
     pub(super) fn evaluate(&mut self, batch: BatchTensors) -> Result<Evaluation> {
         let Self { model, trained } = self;
         Ok(trained.evaluate(batch, |_: &Replica, units, batch| model.loss(units, batch))?)
     }
 
-    /// Compares the gradients of a batch with differences of its loss.
+    /// Compares the gradients of a batch with finite differences of the loss.
     pub(super) fn check(&mut self, batch: BatchTensors) -> Result<GradientReport> {
         let Self { model, trained } = self;
         Ok(trained.check_gradients(batch, |_: &Replica, units, batch| model.loss(units, batch))?)
     }
 }
 
-/// Sets the options that sharded models share with replicated ones.
+/// Sets the options of the run that replicated and sharded models have in common.
 fn with_spec<'a>(
     builder: ModelBuilder<'a, Units>,
     spec: &Spec,
     model: &Model,
 ) -> ModelBuilder<'a, Units> {
-    let mut builder =
-        builder.uneven(Uneven::Pad).init(spec.init_seed()).allow_unexpected(model.passed_over());
+    let mut builder = builder
+        .uneven(Uneven::Pad)
+        .init(spec.init_seed())
+        .allow_unexpected(model.unexpected_weights());
     if model.lora().is_some() {
         builder = builder.train_only(Lora::PATTERNS).allow_missing(Lora::PATTERNS);
     }
@@ -95,19 +98,19 @@ fn with_spec<'a>(
     if spec.allow_non_finite { builder.allow_non_finite() } else { builder }
 }
 
-fn build(model: &Model) -> impl Fn(VarBuilder<'_>) -> candle_core::Result<()> + use<> {
+fn constructor(model: &Model) -> impl Fn(VarBuilder<'_>) -> candle_core::Result<()> + use<> {
     let model = model.clone();
     move |vb| model.declare(&vb)
 }
 
-/// The group of parameters that are not decayed.
+/// The name of the group of parameters without weight decay.
 const UNDECAYED: &str = "undecayed";
 
 fn adamw(spec: &Spec) -> impl Fn(Group) -> candle_core::Result<AdamW> + Send + Sync + use<> {
-    let usual = spec.recipe.adamw();
+    let defaults = spec.recipe.adamw();
     move |group| {
-        let weight_decay = if group.name == UNDECAYED { 0. } else { usual.weight_decay };
-        AdamW::new(group.vars, ParamsAdamW { weight_decay, ..usual.clone() })
+        let weight_decay = if group.name == UNDECAYED { 0. } else { defaults.weight_decay };
+        AdamW::new(group.vars, ParamsAdamW { weight_decay, ..defaults.clone() })
     }
 }
 

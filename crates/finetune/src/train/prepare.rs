@@ -325,7 +325,7 @@ impl PreparedRun {
             let tensors = data.collate(&scheduled.batches, &device)?;
             Ok(StepBatch { scheduled, tensors })
         };
-        Ok(dist_train::feed(self.schedule.batches(state)?).collate(collate)?)
+        Ok(dist_train::feed(self.schedule.steps(state)?).collate(collate)?)
     }
 
     /// Returns the position after the checkpoint that the run resumes from.

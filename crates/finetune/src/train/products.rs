@@ -3,7 +3,6 @@
 use std::path::Path;
 
 use candle_core::DType;
-use core_types::files as atomic;
 use dist_train::{Lora, PretrainedFiles};
 use serde_json::{Value, json};
 
@@ -22,28 +21,23 @@ pub(super) struct Products<'a> {
     pub(super) spec: &'a Spec,
     /// Folder that the model is from.
     pub(super) folder: &'a Folder,
-    pub(super) is_first: bool,
 }
 
 impl Products<'_> {
     /// Writes a folder of the model, or of its adapters alone if they are not merged.
     pub(super) fn save(&self, model: &TrainedModel, to: &Path) -> Result<()> {
         let dtype = self.spec.recipe.precision().dtype();
-        match model.model.lora() {
+        let files = match model.model.lora() {
             Some(lora) if !self.merges() => return self.save_adapters(model, lora, to),
-            Some(lora) => self.save_files(model, lora.merged().dtype(dtype), to)?,
-            None => self.save_files(model, PretrainedFiles::default().dtype(dtype), to)?,
-        }
-        if self.is_first {
-            write(&to.join(CONFIG), &config(self.folder, dtype)?)?;
-        }
-        self.copy_texts(to)
+            Some(lora) => lora.merged().dtype(dtype),
+            None => PretrainedFiles::default().dtype(dtype),
+        };
+        self.save_files(model, files.with_file(CONFIG, config(self.folder, dtype)?), to)
     }
 
     /// Writes a folder of adapters, as PEFT does.
     pub(super) fn save_adapters(&self, model: &TrainedModel, lora: &Lora, to: &Path) -> Result<()> {
-        self.save_files(model, lora.adapters(), to)?;
-        self.copy_texts(to)
+        self.save_files(model, lora.adapters(), to)
     }
 
     /// Returns true if adapters are merged into the model.
@@ -51,21 +45,14 @@ impl Products<'_> {
         self.spec.finetune.merge
     }
 
+    /// Writes the weights, and the files of the tokenizer.
     fn save_files(&self, model: &TrainedModel, files: PretrainedFiles, to: &Path) -> Result<()> {
-        let is_allowed = self.spec.allow_non_finite;
-        let files = if is_allowed { files.allow_non_finite() } else { files };
-        Ok(model.trained.save_pretrained(to, files)?)
-    }
-
-    /// Writes the files of the tokenizer.
-    fn copy_texts(&self, to: &Path) -> Result<()> {
-        if !self.is_first {
-            return Ok(());
-        }
+        let mut files = files;
         for (name, content) in self.folder.tokenizer().files() {
-            write(&to.join(name), content)?;
+            files = files.with_file(name, content.clone());
         }
-        Ok(())
+        let files = if self.spec.allow_non_finite { files.allow_non_finite() } else { files };
+        Ok(model.trained.save_pretrained(to, files)?)
     }
 }
 
@@ -92,8 +79,4 @@ fn config(folder: &Folder, dtype: DType) -> Result<Vec<u8>> {
     }
     serde_json::to_vec_pretty(&config)
         .map_err(|cause| Error::write(folder.path().join(CONFIG), cause.into()))
-}
-
-fn write(path: &Path, content: &[u8]) -> Result<()> {
-    atomic::write(path, content).map_err(|cause| Error::write(path, cause))
 }

@@ -22,29 +22,31 @@ pub(super) fn largest(mesh: &DeviceMesh, number: u64) -> Result<u64> {
     Ok(all.into_iter().map(|[number]| number).fold(0, u64::max))
 }
 
-/// Returns the path of a new run in the next free folder, which the first process makes.
+/// Creates the next free folder for a new run in the first process, and returns its path in every
+/// process.
 pub(super) fn claim_folder(mesh: &DeviceMesh) -> Result<PathBuf> {
-    let claimed = if mesh.is_first_process() { claim_number() } else { Ok(0) };
-    let number = mesh.all_ok(claimed)?;
-    Ok(numbered(largest(mesh, number)?))
+    let claim = if mesh.is_first_process() { claim_number() } else { Ok(0) };
+    let own_number = mesh.all_ok(claim)?;
+    Ok(numbered(largest(mesh, own_number)?))
 }
 
-/// Checks that all processes see the folder that the first process is about to write into, by a
-/// file that it makes there for a moment.
+/// Checks that all processes see the folder that the first process is about to write into. For this,
+/// the first process creates a temporary file in the folder.
 pub(super) fn check_shared(mesh: &DeviceMesh, path: &Path) -> Result<()> {
     if !mesh.spans_processes() {
         return Ok(());
     }
-    let token = if mesh.is_first_process() { create_token(path).map(Some) } else { Ok(None) };
-    let token = mesh.all_ok(token)?;
-    let name = token.as_ref().map_or_else(String::new, |token| token.path().display().to_string());
-    let names = mesh.gather_texts(&[name])?;
-    // The first process may reach the folder by another path.
-    let name = names.first().and_then(|names| Path::new(names.first()?).file_name());
-    let is_hidden = !name.is_some_and(|name| appears(&path.join(name)));
-    let hidden = vec![[u64::from(is_hidden)]; mesh.devices().len()];
-    let hidden = mesh.gather_numbers(&hidden)?;
-    match hidden.iter().position(|&[is_hidden]| is_hidden > 0) {
+    let outcome = if mesh.is_first_process() { create_token(path).map(Some) } else { Ok(None) };
+    let token = mesh.all_ok(outcome)?;
+    let token_path =
+        token.as_ref().map_or_else(String::new, |token| token.path().display().to_string());
+    let all_paths = mesh.gather_texts(&[token_path])?;
+    // Only the name is used: the first process may reach the folder by another path.
+    let name = all_paths.first().and_then(|paths| Path::new(paths.first()?).file_name());
+    let is_hidden = !name.is_some_and(|name| wait_until_visible(&path.join(name)));
+    let own_flags = vec![[u64::from(is_hidden)]; mesh.devices().len()];
+    let hidden_flags = mesh.gather_numbers(&own_flags)?;
+    match hidden_flags.iter().position(|&[is_hidden]| is_hidden > 0) {
         None => Ok(()),
         Some(rank) => Err(RunError::NotShared { rank, path: path.into() }.into()),
     }
@@ -55,15 +57,15 @@ fn create_token(path: &Path) -> Result<AtomicFile> {
     token.map_err(|cause: io::Error| Error::write(path, cause))
 }
 
-/// Returns true if a file exists, or soon will: systems that share files over a network show new
-/// files late.
-fn appears(path: &Path) -> bool {
+/// Waits until a file is visible, and returns false if it stays invisible: network file systems show
+/// new files late.
+fn wait_until_visible(path: &Path) -> bool {
     /// Longer than NFS caches a folder by default (`acdirmin`).
-    const LATEST: Duration = Duration::from_secs(40);
+    const TIMEOUT: Duration = Duration::from_secs(40);
     const PAUSE: Duration = Duration::from_millis(50);
     let start = Instant::now();
     while !path.exists() {
-        if start.elapsed() > LATEST {
+        if start.elapsed() > TIMEOUT {
             return false;
         }
         thread::sleep(PAUSE);
@@ -71,15 +73,15 @@ fn appears(path: &Path) -> bool {
     true
 }
 
-/// Checks, once the run in `path` is locked, that no process finds it changed since its snapshot:
-/// another program may have ended only now, and its steps must not be trained again.
+/// Checks that the run in `path` has not changed since each process took its snapshot. Call it when the
+/// run is locked: until then, another program may have trained steps, which must not be trained again.
 pub(super) fn check_unchanged(
     mesh: &DeviceMesh,
     path: &Path,
     snapshot: Option<&RunSnapshot>,
 ) -> Result<()> {
     let now = snapshot.map(|_| RunSnapshot::take(path)).transpose()?;
-    // No process may write while another one still compares.
+    // All processes wait for each other here, so none writes while another one still compares.
     if largest(mesh, u64::from(now.as_ref() != snapshot))? == 0 {
         return Ok(());
     }

@@ -27,6 +27,7 @@ use crate::{
     error::{Error, Result, run::RunError},
     run::{
         folder::{RunFolder, adapter_in, best_in, checkpoints, folder_beside, product_of},
+        validation_set::ValidationSet,
         validations::{ValidationPoint, best_validation, validations},
     },
     spec::session::Session,
@@ -60,6 +61,9 @@ pub struct Trainer {
     batches: Option<Box<dyn Iterator<Item = Result<StepBatch>>>>,
     /// Least loss of a validation so far.
     best_loss: Option<f64>,
+    /// Whether a stop interrupted the validation after the last step. The resumed run validates
+    /// before it trains.
+    owes_validation: bool,
     phase: Phase,
     /// Number of steps done.
     done: u64,
@@ -153,6 +157,7 @@ impl Trainer {
             folder: None,
             batches: None,
             best_loss: None,
+            owes_validation: false,
             phase: Phase::Opening,
             step: None,
             started: None,
@@ -197,7 +202,7 @@ impl Trainer {
         match self.phase {
             Phase::Opening => {
                 self.open()?;
-                self.phase = Phase::Step;
+                self.phase = if self.owes_validation { Phase::Validation } else { Phase::Step };
                 Ok(None)
             }
             Phase::Step if self.done == self.run.spec.steps => {
@@ -228,6 +233,8 @@ impl Trainer {
         self.folder = self.mesh.all_ok(opened)?;
         let found = validations(&self.path, self.done)?;
         self.best_loss = best_validation(&found).map(|best| best.loss);
+        let is_missing = found.last().is_none_or(|last| last.step < self.done);
+        self.owes_validation = self.done > 0 && is_missing && self.due_validation().is_some();
         self.started = Some(Instant::now());
         Ok(())
     }
@@ -283,17 +290,26 @@ impl Trainer {
         batches.next().unwrap_or_else(|| Err(RunError::LastEpoch.into()))
     }
 
-    /// Validates the model if that is due, and saves it if its loss is the least so far.
+    /// Returns the validation if it is due after the last step.
+    fn due_validation(&self) -> Option<&ValidationSet> {
+        let steps = self.run.spec.steps;
+        self.run.validation.as_ref().filter(|validation| validation.is_due(self.done, steps))
+    }
+
+    /// Validates the model if that is due, and saves it if its loss is the least so far. A stop
+    /// interrupts the validation.
     fn validate(&mut self) -> Result<Option<Event>> {
-        let due = self.run.validation.as_ref();
-        let due = due.filter(|validation| validation.is_due(self.done, self.run.spec.steps));
-        let Some(validation) = due else { return Ok(None) };
+        let Some(validation) = self.due_validation() else { return Ok(None) };
         let device = &self.mesh.devices()[0];
-        let point = validation.validate(self.done, device, |batch| self.model.evaluate(batch))?;
+        let point = validation.validate(self.done, device, |batch| {
+            if self.is_stopped()? { Ok(None) } else { self.model.evaluate(batch).map(Some) }
+        })?;
+        self.owes_validation = point.is_none();
+        let Some(point) = point else { return Ok(None) };
         let is_best = point.loss.is_finite() && self.best_loss.is_none_or(|best| point.loss < best);
         if is_best {
             self.best_loss = Some(point.loss);
-            self.products().save(&self.model, &best_in(&self.path))?;
+            self.replace_folder(&best_in(&self.path), |to| self.products().save(&self.model, to))?;
         }
         if let Some(folder) = &self.folder {
             folder.append_validation(point)?;
@@ -304,12 +320,14 @@ impl Trainer {
     /// Writes a checkpoint if one is due, or if a process is asked to stop.
     fn save(&mut self) -> Result<Option<Event>> {
         let step = self.done;
-        let is_stopped = self.is_stopped()?;
+        let is_stopped = self.owes_validation || self.is_stopped()?;
         // The model itself is about to be written, which takes the place of a checkpoint.
-        if step == self.run.spec.steps {
+        if step == self.run.spec.steps && !self.owes_validation {
             return Ok(None);
         }
-        if !is_stopped && !step.is_multiple_of(self.run.checkpoint_every) {
+        // There is no step yet if a resumed run has only validated.
+        let is_due = self.step.is_some() && step.is_multiple_of(self.run.checkpoint_every);
+        if !is_stopped && !is_due {
             return Ok(None);
         }
         if let Some(folder) = &self.folder {
@@ -335,15 +353,16 @@ impl Trainer {
     }
 
     fn products(&self) -> Products<'_> {
-        let is_first = self.mesh.is_first_process();
-        Products { spec: &self.run.spec, folder: &self.run.folder, is_first }
+        Products { spec: &self.run.spec, folder: &self.run.folder }
     }
 
     /// Writes the folder of the model; each process writes its shards.
     fn finish(&mut self) -> Result<()> {
         let products = self.products();
         if let Some(lora) = self.model.model.lora().filter(|_| products.merges()) {
-            products.save_adapters(&self.model, lora, &adapter_in(&self.path))?;
+            self.replace_folder(&adapter_in(&self.path), |to| {
+                products.save_adapters(&self.model, lora, to)
+            })?;
         }
         let target = product_of(&self.path, &self.run.spec);
         let partial = self.folder.as_ref().map(|_| folder_beside(&target)).transpose();
@@ -354,6 +373,20 @@ impl Trainer {
             folder.save(partial)?;
         }
         self.end_session()
+    }
+
+    /// Writes a folder under a temporary name, and puts it in the place of `target`.
+    fn replace_folder(
+        &self,
+        target: &Path,
+        write: impl FnOnce(&Path) -> Result<()>,
+    ) -> Result<()> {
+        let partial = self.folder.as_ref().map(|_| folder_beside(target)).transpose();
+        let partial = self.mesh.all_ok(partial)?;
+        // Only the first process writes there.
+        write(partial.as_ref().map_or(target, AtomicFolder::path))?;
+        let replaced = partial.map_or(Ok(()), AtomicFolder::replace);
+        self.mesh.all_ok(replaced.map_err(|cause| Error::write(target, cause)))
     }
 
     fn end_session(&mut self) -> Result<()> {
@@ -532,6 +565,46 @@ mod tests {
             .each_ref()
             .map(|home| fs::read(home.path().join("run/model/model.safetensors")).unwrap());
         assert!(found == expected);
+    }
+
+    #[test]
+    fn a_stop_interrupts_a_validation() {
+        for (steps, after) in [
+            (2, &["validated", "step", "step", "validated", "step", "validated", "finished"][..]),
+            (5, &["validated", "finished"]),
+        ] {
+            let homes = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+            let [whole, stopped] = homes.each_ref().map(|home| RunOptions {
+                validation: Some(0.5),
+                validate_every: Some(2),
+                ..options(home.path())
+            });
+            events(trainer(&whole));
+            let stop = Arc::new(AtomicBool::new(false));
+            let mut trained = trainer(&stopped).stop_on(Arc::clone(&stop));
+            let n_before = events_before(&mut trained, steps);
+            assert_eq!(trained.done, steps, "{n_before} events");
+            stop.store(true, Ordering::Relaxed);
+            assert!(matches!(trained.next(), Some(Ok(Event::Stopped { step })) if step == steps));
+            drop(trained);
+            assert_eq!(events(trainer(&RunOptions { resume: true, ..stopped })), after);
+            for file in ["model/model.safetensors", "best/model.safetensors", "validation.jsonl"] {
+                let [expected, found] = homes
+                    .each_ref()
+                    .map(|home| fs::read(home.path().join("run").join(file)).unwrap());
+                assert!(found == expected, "{file}, stopped after step {steps}");
+            }
+        }
+    }
+
+    /// Trains up to step `steps`, and returns the number of events.
+    fn events_before(trainer: &mut Trainer, steps: u64) -> usize {
+        let mut n_events = 0;
+        while trainer.done < steps {
+            trainer.next().unwrap().unwrap();
+            n_events += 1;
+        }
+        n_events
     }
 
     #[test]

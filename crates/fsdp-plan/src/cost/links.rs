@@ -77,7 +77,7 @@ impl Links {
     ) -> f64 {
         let n = transfer.ranks;
         let bytes = float(transfer.bytes);
-        let (rounds, passed) = match collective {
+        let (rounds, passed_bytes) = match collective {
             CollectiveKind::AllGather | CollectiveKind::ReduceScatter => {
                 (1.0, float(transfer.bytes - transfer.smallest_part_bytes))
             }
@@ -92,7 +92,7 @@ impl Links {
         } else {
             self.intra.bytes_per_s
         };
-        rounds * float(transfer.count) * (steps_ns * 1e-9 + passed / float(slowest))
+        rounds * float(transfer.count) * (steps_ns * 1e-9 + passed_bytes / float(slowest))
     }
 
     /// Returns the number of nodes of a transfer's ranks.
@@ -101,7 +101,7 @@ impl Links {
         let group = plan.shard_group().as_u64();
         match transfer.scope {
             TransferScope::ShardGroup | TransferScope::World => n.div_ceil(self.ranks_per_node),
-            // These are the same member of each group, so they are a group apart.
+            // The ranks are the same member of each group, so neighbors are one group apart.
             TransferScope::Replicas if group >= self.ranks_per_node => n,
             TransferScope::Replicas => (n * group).div_ceil(self.ranks_per_node),
         }

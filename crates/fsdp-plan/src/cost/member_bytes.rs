@@ -123,13 +123,13 @@ impl ParameterDtypes {
 
     /// Returns the bytes of a member whose only part of the parameter has `numel` elements.
     pub(super) fn member_bytes(self, numel: u64) -> MemberBytes {
-        let owned = to_signed(self.stored.bytes(numel.into()));
+        let owned = to_signed(self.stored.rounded_up_bytes(numel.into()));
         match self.optimizer {
             None => MemberBytes { owned, stored: owned, ..MemberBytes::default() },
             Some(optimizer) => {
                 let grad = match self.grad {
                     None => 0,
-                    Some(grad) => to_signed(grad.bytes(numel.into())),
+                    Some(grad) => to_signed(grad.rounded_up_bytes(numel.into())),
                 };
                 let optimizer = to_signed(optimizer.state_bytes(self.stored, numel.into()));
                 MemberBytes { owned, stored: owned, grad, optimizer }
@@ -139,7 +139,7 @@ impl ParameterDtypes {
 
     /// Returns the bytes of `numel` gradient elements in the reduce dtype; 0 if untrained.
     pub(super) fn reduced_bytes(self, numel: u128) -> u128 {
-        if self.optimizer.is_some() { self.reduce.bytes(numel) } else { 0 }
+        if self.optimizer.is_some() { self.reduce.rounded_up_bytes(numel) } else { 0 }
     }
 }
 

@@ -1,8 +1,9 @@
 //! The cost of a plan: memory on every rank, and transfers of a training step.
 //!
-//! The formulas match PyTorch's `fully_shard` (FSDP2) and `FullyShardedDataParallel` (FSDP1); tests compare them with
-//! torch to the byte. [`Runtime::Candle`] selects the formulas of dist-train's `FullyShard`. No computation grows with
-//! parameters × ranks; `member_bytes.rs` says how.
+//! The formulas match PyTorch's `fully_shard` (FSDP2) and `FullyShardedDataParallel` (FSDP1); tests
+//! compare the results with torch to the byte. [`Runtime::Candle`] selects the formulas of
+//! dist-train's `FullyShard`. No computation grows with parameters × ranks, as explained in
+//! `member_bytes.rs`.
 
 mod links;
 mod member_bytes;
@@ -218,7 +219,7 @@ impl ShardingPlan {
 
 fn step_seconds(plan: &ShardingPlan, schedule: &Schedule<'_>, links: Links) -> f64 {
     let mut seconds = 0.0;
-    for (collective, transfer) in schedule.sent() {
+    for (collective, transfer) in schedule.sent_transfers() {
         seconds += links.seconds(plan, collective, transfer);
     }
     seconds

@@ -55,13 +55,13 @@ pub enum Optimizer {
 impl Optimizer {
     /// Returns the state bytes of a tensor of `numel` elements stored as `dtype`.
     pub(super) fn state_bytes(self, dtype: ElemType, numel: u128) -> u128 {
-        let f32_bytes = |n_buffers| n_buffers * ElemType::F32.bytes(numel);
+        let f32_bytes = |n_buffers| n_buffers * ElemType::F32.rounded_up_bytes(numel);
         match self {
-            Self::Adam => 2 * dtype.bytes(numel) + 4,
+            Self::Adam => 2 * dtype.rounded_up_bytes(numel) + 4,
             Self::AdamMixed => f32_bytes(3) + 4,
             Self::Adam8bit if numel < MIN_8BIT_NUMEL => f32_bytes(2),
             Self::Adam8bit => 2 * (numel + 4 * numel.div_ceil(BLOCK_8BIT)),
-            Self::Sgd => dtype.bytes(numel),
+            Self::Sgd => dtype.rounded_up_bytes(numel),
             Self::None => 0,
         }
     }
@@ -259,8 +259,8 @@ impl Activations {
         let places = u128::from(tokens) * u128::from(width);
         let values = places.checked_mul(values_per_place).ok_or(too_large)?;
         Ok(Self {
-            input_bytes: fit(dtype.bytes(places), "the bytes of activations")?,
-            unit_bytes: fit(dtype.bytes(values), "the bytes of activations")?,
+            input_bytes: fit(dtype.rounded_up_bytes(places), "the bytes of activations")?,
+            unit_bytes: fit(dtype.rounded_up_bytes(values), "the bytes of activations")?,
         })
     }
 }

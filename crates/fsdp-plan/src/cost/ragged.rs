@@ -1,10 +1,10 @@
 //! The bytes of ragged units, where every member has a different part.
 //!
-//! Most members are in the middle of a parameter and have one of two sizes of it. Units that differ
-//! only in rounding, like the blocks of a model, add their middles together. So only the edges of
-//! parameters take a step each, and the members one step per kind of unit: at most parameters +
-//! kinds × members. For t5-large on 16,384 ranks this takes at most 82,000 steps instead of
-//! 570,000.
+//! Most members are in the middle of a parameter, where a part has one of two sizes. The middles of
+//! units that differ only in rounding, like the blocks of a model, are added together. So only the
+//! edges of parameters take a step each, and each member takes one step per kind of unit: at most
+//! parameters + kinds × members steps. For t5-large on 16,384 ranks this takes at most 82,000 steps
+//! instead of 570,000.
 
 use std::{collections::BTreeMap, mem, ops::AddAssign};
 
@@ -52,16 +52,16 @@ impl RaggedTally {
         let mut strides = Vec::with_capacity(unit.len());
         let mut middles = Vec::with_capacity(unit.len());
         for &(info, parts) in unit {
-            let pricing = ParameterDtypes::new(model, info);
+            let dtypes = ParameterDtypes::new(model, info);
             let middle = parts.middle(shares);
             for (owner, part) in parts.outer_parts(shares, middle.as_ref()) {
                 let numel = part.end - part.start;
-                totals.add_one(owner, bytes_without_storage(pricing, numel));
-                self.add(owner, RaggedShare::new(pricing, numel));
+                totals.add_one(owner, bytes_without_storage(dtypes, numel));
+                self.add(owner, RaggedShare::new(dtypes, numel));
             }
             if let Some(middle) = middle {
-                largest = largest.max(largest_share(pricing, &middle));
-                strides.push((pricing, middle.stride));
+                largest = largest.max(largest_share(dtypes, &middle));
+                strides.push((dtypes, middle.stride));
                 middles.push(middle);
             }
         }
@@ -72,10 +72,10 @@ impl RaggedTally {
     /// Adds the pending middles to their members.
     pub(super) fn add_middles(self, totals: &mut MemberTotals) {
         for (strides, units) in self.middles {
-            for (index, (pricing, stride)) in strides.into_iter().enumerate() {
+            for (index, (dtypes, stride)) in strides.into_iter().enumerate() {
                 let middles: Vec<RaggedMiddle> =
                     units.iter().map(|middles| middles[index]).collect();
-                add_with_stride(pricing, stride, &middles, totals);
+                add_with_stride(dtypes, stride, &middles, totals);
             }
         }
     }
@@ -96,9 +96,9 @@ impl RaggedTally {
 }
 
 /// Returns the largest share in the middle of a parameter.
-fn largest_share(pricing: ParameterDtypes, middle: &RaggedMiddle) -> RaggedShare {
+fn largest_share(dtypes: ParameterDtypes, middle: &RaggedMiddle) -> RaggedShare {
     let GranuleStride { numel, granule_numel, .. } = middle.stride;
-    RaggedShare::new(pricing, if middle.n_larger() > 0 { numel + granule_numel } else { numel })
+    RaggedShare::new(dtypes, if middle.n_larger() > 0 { numel + granule_numel } else { numel })
 }
 
 /// Adds middles with one stride to their members: first the minimum that each member has, then
@@ -106,14 +106,14 @@ fn largest_share(pricing: ParameterDtypes, middle: &RaggedMiddle) -> RaggedShare
 /// differences between neighbors.
 #[expect(clippy::cast_possible_wrap, reason = "there are fewer middles than parameters")]
 fn add_with_stride(
-    pricing: ParameterDtypes,
+    dtypes: ParameterDtypes,
     stride: GranuleStride,
     middles: &[RaggedMiddle],
     totals: &mut MemberTotals,
 ) {
-    let least = bytes_without_storage(pricing, stride.numel);
+    let least = bytes_without_storage(dtypes, stride.numel);
     totals.add_run(stride.members(), least * middles.len() as i64);
-    let mut granule = bytes_without_storage(pricing, stride.numel + stride.granule_numel);
+    let mut granule = bytes_without_storage(dtypes, stride.numel + stride.granule_numel);
     granule -= least;
     if middles.iter().map(RaggedMiddle::n_larger).sum::<u64>() < stride.members().count() as u64 {
         middles
@@ -133,11 +133,11 @@ fn add_with_stride(
 }
 
 /// Returns the bytes of a part without storage, which depends on the largest share.
-fn bytes_without_storage(pricing: ParameterDtypes, numel: u64) -> MemberBytes {
+fn bytes_without_storage(dtypes: ParameterDtypes, numel: u64) -> MemberBytes {
     if numel == 0 {
         MemberBytes::default()
     } else {
-        MemberBytes { stored: 0, ..pricing.member_bytes(numel) }
+        MemberBytes { stored: 0, ..dtypes.member_bytes(numel) }
     }
 }
 
@@ -150,11 +150,11 @@ pub(super) struct RaggedShare {
 }
 
 impl RaggedShare {
-    fn new(pricing: ParameterDtypes, numel: u64) -> Self {
+    fn new(dtypes: ParameterDtypes, numel: u64) -> Self {
         Self {
-            stored: pricing.member_bytes(numel).stored,
-            gather: pricing.gather.bytes(numel.into()),
-            reduce: pricing.reduced_bytes(numel.into()),
+            stored: dtypes.member_bytes(numel).stored,
+            gather: dtypes.gather.rounded_up_bytes(numel.into()),
+            reduce: dtypes.reduced_bytes(numel.into()),
         }
     }
 

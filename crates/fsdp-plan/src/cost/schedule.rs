@@ -178,7 +178,7 @@ impl<'a> Schedule<'a> {
     }
 
     /// Returns the transfers among several ranks, in the order of the units.
-    pub(super) fn sent(&self) -> impl Iterator<Item = (CollectiveKind, &Transfer)> {
+    pub(super) fn sent_transfers(&self) -> impl Iterator<Item = (CollectiveKind, &Transfer)> {
         let transfers = self.units.iter().flat_map(UnitSchedule::transfers);
         transfers.filter(|(_, transfer)| transfer.is_sent())
     }
@@ -190,7 +190,7 @@ impl<'a> Schedule<'a> {
     /// [`Error::TotalTooLarge`] if the bytes exceed 64 bits.
     pub fn collectives(&self) -> Result<Collectives> {
         let mut collectives = Collectives::default();
-        for (collective, transfer) in self.sent() {
+        for (collective, transfer) in self.sent_transfers() {
             let traffic = match collective {
                 CollectiveKind::AllGather => &mut collectives.all_gather,
                 CollectiveKind::ReduceScatter => &mut collectives.reduce_scatter,
@@ -207,21 +207,21 @@ impl<'a> Schedule<'a> {
     ///
     /// [`Error::World`] for an unknown rank, [`Error::TotalTooLarge`] if the bytes exceed 64 bits.
     pub fn handed_over(&self, rank: Rank) -> Result<HandedOver> {
-        let sent = |transfer: &&Transfer| transfer.is_sent();
+        let is_sent = |transfer: &&Transfer| transfer.is_sent();
         let mut total = HandedOver::default();
         for unit in &self.units {
-            if let Some(gather) = unit.all_gather.as_ref().filter(sent) {
-                let own = self.own_bytes(gather, rank, |pricing| pricing.gather)?;
+            if let Some(gather) = unit.all_gather.as_ref().filter(is_sent) {
+                let own = self.own_bytes(gather, rank, |dtypes| dtypes.gather)?;
                 total.all_gather.add(gather.count, own)?;
             }
-            if let Some(reduce) = unit.reduce_scatter.as_ref().filter(sent) {
+            if let Some(reduce) = unit.reduce_scatter.as_ref().filter(is_sent) {
                 total.reduce_scatter.add(reduce.count, reduce.payload_bytes.into())?;
             }
-            if let Some(parts) = unit.all_reduce_parts.as_ref().filter(sent) {
-                let own = self.own_bytes(parts, rank, |pricing| pricing.reduce)?;
+            if let Some(parts) = unit.all_reduce_parts.as_ref().filter(is_sent) {
+                let own = self.own_bytes(parts, rank, |dtypes| dtypes.reduce)?;
                 total.all_reduce.add(if own > 0 { parts.count } else { 0 }, own)?;
             }
-            if let Some(copies) = unit.all_reduce_copies.as_ref().filter(sent) {
+            if let Some(copies) = unit.all_reduce_copies.as_ref().filter(is_sent) {
                 total.all_reduce.add(copies.count, copies.payload_bytes.into())?;
             }
         }
@@ -241,7 +241,7 @@ impl<'a> Schedule<'a> {
             let info = self.plan.parameters()[param_idx].info();
             let dtype = dtype(&ParameterDtypes::new(&self.model, info));
             for shard in self.plan.shards(param_idx, rank)? {
-                bytes += dtype.bytes(shard.shard_size.into());
+                bytes += dtype.rounded_up_bytes(shard.shard_size.into());
             }
         }
         Ok(bytes)

@@ -146,14 +146,14 @@ impl<'a> PlanTally<'a> {
         for &position in members {
             let parameter = &plan.parameters()[position];
             let info = parameter.info();
-            let division = parameter.division();
-            self.add_payload(&mut unit, position, info, &division);
-            match (parameter.cut(), division) {
+            let prepared_cut = parameter.prepared_cut();
+            self.add_payload(&mut unit, position, info, &prepared_cut);
+            match (parameter.cut(), prepared_cut) {
                 // These are measured below, the whole unit at once.
                 (Cut::Ragged { .. }, PreparedCut::Ragged(parts)) => {
                     ragged_parts.push((info, parts));
                 }
-                (_, division) => self.add(&mut unit, info, parameter.cut(), division),
+                (_, prepared_cut) => self.add(&mut unit, info, parameter.cut(), prepared_cut),
             }
         }
         if !ragged_parts.is_empty() {
@@ -169,12 +169,12 @@ impl<'a> PlanTally<'a> {
         unit: &mut UnitTally<'_>,
         position: usize,
         info: &ParameterInfo,
-        division: &PreparedCut,
+        prepared_cut: &PreparedCut,
     ) {
-        let pricing = ParameterDtypes::new(&self.model, info);
-        let param_bytes = pricing.gather.bytes(info.numel().into());
-        let grad_bytes = pricing.reduced_bytes(info.numel().into());
-        let reduced = match division {
+        let dtypes = ParameterDtypes::new(&self.model, info);
+        let param_bytes = dtypes.gather.rounded_up_bytes(info.numel().into());
+        let grad_bytes = dtypes.reduced_bytes(info.numel().into());
+        let reduced = match prepared_cut {
             PreparedCut::Nothing => return,
             PreparedCut::Replicated { .. } => {
                 unit.replicated_bytes += param_bytes;
@@ -197,20 +197,20 @@ impl<'a> PlanTally<'a> {
         unit: &mut UnitTally<'_>,
         info: &ParameterInfo,
         cut: Cut,
-        division: PreparedCut,
+        prepared_cut: PreparedCut,
     ) {
-        let pricing = ParameterDtypes::new(&self.model, info);
-        match division {
-            PreparedCut::Chunks(chunks) => self.add_chunks(unit, pricing, cut, chunks),
+        let dtypes = ParameterDtypes::new(&self.model, info);
+        match prepared_cut {
+            PreparedCut::Chunks(chunks) => self.add_chunks(unit, dtypes, cut, chunks),
             PreparedCut::Ragged(parts) => {
                 for (owner, part) in parts.parts(self.shares, 0..info.numel()) {
-                    self.add_owned(unit, pricing, owner, part.end - part.start);
+                    self.add_owned(unit, dtypes, owner, part.end - part.start);
                 }
             }
-            PreparedCut::Whole { owner, numel } => self.add_owned(unit, pricing, owner, numel),
+            PreparedCut::Whole { owner, numel } => self.add_owned(unit, dtypes, owner, numel),
             PreparedCut::Replicated { numel } => {
-                self.totals.add_all(pricing.member_bytes(numel));
-                unit.copies.even_bytes += pricing.reduced_bytes(numel.into());
+                self.totals.add_all(dtypes.member_bytes(numel));
+                unit.copies.even_bytes += dtypes.reduced_bytes(numel.into());
             }
             PreparedCut::Nothing => {}
         }
@@ -219,21 +219,21 @@ impl<'a> PlanTally<'a> {
     fn add_owned(
         &mut self,
         unit: &mut UnitTally<'_>,
-        pricing: ParameterDtypes,
+        dtypes: ParameterDtypes,
         owner: u64,
         numel: u64,
     ) {
-        self.totals.add_one(owner, pricing.member_bytes(numel));
+        self.totals.add_one(owner, dtypes.member_bytes(numel));
         let gathered = unit.gathered.owner_bytes.entry(owner).or_default();
-        *gathered += pricing.gather.bytes(numel.into());
+        *gathered += dtypes.gather.rounded_up_bytes(numel.into());
         let reduced = unit.reduced.owner_bytes.entry(owner).or_default();
-        *reduced += pricing.reduced_bytes(numel.into());
+        *reduced += dtypes.reduced_bytes(numel.into());
     }
 
     fn add_chunks(
         &mut self,
         unit: &mut UnitTally<'_>,
-        pricing: ParameterDtypes,
+        dtypes: ParameterDtypes,
         cut: Cut,
         chunks: ChunkedCut,
     ) {
@@ -241,36 +241,36 @@ impl<'a> PlanTally<'a> {
         // A padding runtime has one tensor per flat unit, which counts at the unit's first parameter.
         let is_one_tensor = matches!(cut, Cut::Flat { .. }) && self.model.pads();
         for (members, numel) in chunks.runs(group) {
-            let bytes = pricing.member_bytes(numel);
-            let added = if is_one_tensor {
+            let bytes = dtypes.member_bytes(numel);
+            let run_bytes = if is_one_tensor {
                 MemberBytes { owned: bytes.owned, ..MemberBytes::default() }
             } else {
                 MemberBytes { stored: 0, ..bytes }
             };
-            self.totals.add_run(members, added);
+            self.totals.add_run(members, run_bytes);
         }
         if !chunks.is_first() {
             return;
         }
         let chunk_numel = chunks.chunk_numel(group);
-        let padded = MemberBytes { owned: 0, ..pricing.member_bytes(chunk_numel) };
+        let padded = MemberBytes { owned: 0, ..dtypes.member_bytes(chunk_numel) };
         let stored = MemberBytes { grad: 0, optimizer: 0, ..padded };
         self.totals.add_all(if is_one_tensor { padded } else { stored });
         if cut == Cut::Dim0 && self.model.pads() {
-            self.add_states_of_empty_shards(chunks, pricing);
+            self.add_states_of_empty_shards(chunks, dtypes);
         }
         let buffer_numel = u128::from(chunk_numel) * u128::from(group.as_u64());
-        unit.gathered.even_bytes += pricing.gather.bytes(buffer_numel);
-        unit.reduced.even_bytes += pricing.reduced_bytes(buffer_numel);
+        unit.gathered.even_bytes += dtypes.gather.rounded_up_bytes(buffer_numel);
+        unit.reduced.even_bytes += dtypes.reduced_bytes(buffer_numel);
     }
 
     /// Adds optimizer state for ranks without rows: `fully_shard` passes a tensor to the optimizer
     /// on every rank.
-    fn add_states_of_empty_shards(&mut self, chunks: ChunkedCut, pricing: ParameterDtypes) {
+    fn add_states_of_empty_shards(&mut self, chunks: ChunkedCut, dtypes: ParameterDtypes) {
         #[expect(clippy::expect_used, reason = "a cut without elements is `Nothing`")]
         let n_owners =
             chunks.runs(self.group()).map(|(members, _)| members.end).max().expect("rows");
-        self.totals.add_run(n_owners..self.group().as_u64(), pricing.member_bytes(0));
+        self.totals.add_run(n_owners..self.group().as_u64(), dtypes.member_bytes(0));
     }
 
     /// Adds the padded bytes of a ragged unit: storage for its largest share, and transfers.

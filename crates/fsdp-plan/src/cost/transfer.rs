@@ -88,11 +88,12 @@ pub struct CollectiveTraffic {
 
 /// The collectives of one step, that is, one forward and one backward pass, on one rank.
 ///
-/// They are the totals of the [`Schedule`](super::Schedule). Units are gathered before the forward pass and again
-/// before the backward pass, because they are freed in between; only the root unit and [kept
-/// units](crate::ShardingPlan::with_kept_units) stay, as in PyTorch's `fully_shard`. Gradients are reduced once per
-/// unit. Parameters that one rank owns whole are part of the same calls as cut ones. Gradients of replicated parameters
-/// are averaged by one `all_reduce` per unit; with several replicas, an `all_reduce` over the ranks with the same part
+/// The counts are the totals of the [`Schedule`](super::Schedule). Units are gathered before the
+/// forward pass and again before the backward pass, because they are freed in between; only the
+/// root unit and [kept units](crate::ShardingPlan::with_kept_units) stay, as in PyTorch's
+/// `fully_shard`. Gradients are reduced once per unit. Parameters that one rank owns whole are part
+/// of the same calls as cut ones. Gradients of replicated parameters are averaged by one
+/// `all_reduce` per unit; with several replicas, an `all_reduce` over the ranks with the same part
 /// also averages the reduced gradients. A world of one rank sends nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]

@@ -41,7 +41,8 @@ impl ChunkedCut {
         self.start == 0 && self.end > 0
     }
 
-    /// Returns runs of neighboring members that hold equally many elements, with that number.
+    /// Returns runs of neighboring members that hold equally many elements, each with the number of
+    /// elements per member.
     ///
     /// There are at most three runs: part of a chunk, whole chunks, part of a chunk. So a sum over
     /// members takes the same time for two members as for a thousand.

@@ -69,8 +69,8 @@ impl GranuleStride {
     /// Returns for each member the number of `middles` in which it has one more granule. All
     /// `middles` must have this stride.
     ///
-    /// All remainders grow alike, so tracking one is enough: a middle gives a granule whenever the
-    /// growth passes the distance of its first remainder to a full granule.
+    /// All remainders grow alike, so tracking one is enough: a middle gives one more granule
+    /// whenever the growth passes the distance from its first remainder to a full granule.
     pub(crate) fn granules(&self, middles: &[RaggedMiddle]) -> impl Iterator<Item = usize> + use<> {
         let Self { step, granule, .. } = *self;
         let mut distances: Vec<u64> = middles.iter().map(|middle| granule - middle.rest).collect();
@@ -118,9 +118,9 @@ impl RaggedCut {
         shares: &'a GroupShares,
         range: Range<u64>,
     ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
-        // The granule of the first element may belong to any run that reaches into it, but not to a run that ends
-        // before it.
-        let granule_start = self.dtype.block_bytes_for(range.start) / self.granule * self.granule;
+        // The granule of the first element may belong to any run that reaches into the granule, but
+        // not to a run that ends before the granule.
+        let granule_start = self.dtype.bytes_of_blocks(range.start) / self.granule * self.granule;
         let point =
             mul_div(self.start.saturating_add(granule_start), shares.total(), self.buffer_bytes);
         let first = shares.position(point).saturating_sub(1);
@@ -140,15 +140,15 @@ impl RaggedCut {
         end: u64,
     ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
         let ragged = *self;
-        let mut next = ragged.bound(shares.run(positions.start).start, shares.total());
+        let mut next_start = ragged.bound(shares.run(positions.start).start, shares.total());
         positions.map_while(move |position| {
             let run = shares.run(position);
-            let start = next;
+            let start = next_start;
             if start >= end {
                 return None;
             }
-            next = ragged.bound(run.end, run.total);
-            Some((run.owner, start..next))
+            next_start = ragged.bound(run.end, run.total);
+            Some((run.owner, start..next_start))
         })
     }
 
@@ -158,13 +158,14 @@ impl RaggedCut {
     pub(crate) fn middle(&self, shares: &GroupShares) -> Option<RaggedMiddle> {
         let total = shares.total();
         let first = self.first_position(shares) + 1;
-        // A bound in the last granule is excluded, because that granule may be shorter than the others.
+        // A bound in the last granule is excluded, because that granule may be shorter than the
+        // other granules.
         let last = mul_div(self.end.checked_sub(self.granule)?, total, self.buffer_bytes);
         if shares.table().is_some() || first >= last {
             return None;
         }
-        // With 1 / `total` of a byte as the unit everything is an integer: a bound lies after `offset / granule`
-        // granules.
+        // With 1 / `total` of a byte as the unit, all numbers are integers: a bound lies after
+        // `offset / granule` granules.
         let granule = self.granule.checked_mul(total)?;
         self.buffer_bytes.checked_mul(total)?.checked_add(granule)?; // nothing below is larger
         let offset = self.buffer_bytes * first + (self.granule - self.round_up_from) * total

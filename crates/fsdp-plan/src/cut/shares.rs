@@ -138,37 +138,42 @@ impl GroupShares {
         let factor = members / gcd(members, self.total());
         let too_large = Error::TotalTooLarge { what: "the denominators of the world sizes" };
         let total = self.total().checked_mul(factor).ok_or(too_large)?;
-        let mut missing = vec![total / members; group.as_usize()];
-        let kept = self.keep_runs(factor, &mut missing);
-        Ok(Self { group, table: Some(ShareTable { total, runs: assign_free_runs(kept, missing) }) })
+        let mut missing_lens = vec![total / members; group.as_usize()];
+        let kept_and_free = self.keep_runs(factor, &mut missing_lens);
+        let runs = assign_free_runs(kept_and_free, missing_lens);
+        Ok(Self { group, table: Some(ShareTable { total, runs }) })
     }
 
-    /// Splits the runs, stretched by `factor`, into kept runs with an owner and free runs without;
-    /// subtracts the kept lengths from the `missing` length of each member.
-    fn keep_runs(&self, factor: u64, missing: &mut [u64]) -> Vec<(u64, Option<u64>)> {
+    /// Splits the runs, stretched by `factor`, into kept runs with an owner and free runs without
+    /// an owner. Subtracts the kept lengths from the missing length of each member.
+    fn keep_runs(&self, factor: u64, missing_lens: &mut [u64]) -> Vec<(u64, Option<u64>)> {
         let mut runs = Vec::new();
         for run in (0..self.len()).map(|position| self.run(position)) {
             let len = (run.end - run.start) * factor;
-            let mut kept = 0;
+            let mut kept_len = 0;
             // A member that leaves has no entry and keeps nothing.
-            if let Some(missing) = missing.get_mut(index(run.owner)) {
-                kept = len.min(*missing);
-                *missing -= kept;
+            if let Some(missing_len) = missing_lens.get_mut(index(run.owner)) {
+                kept_len = len.min(*missing_len);
+                *missing_len -= kept_len;
             }
-            runs.push((kept, Some(run.owner)));
-            runs.push((len - kept, None));
+            runs.push((kept_len, Some(run.owner)));
+            runs.push((len - kept_len, None));
         }
         runs.retain(|&(len, _)| len > 0);
         runs
     }
 }
 
-/// Assigns the free runs, in order, to the members that miss a length.
-fn assign_free_runs(kept: Vec<(u64, Option<u64>)>, missing: Vec<u64>) -> Vec<(u64, u64)> {
-    let mut members = (0..).zip(missing).peekable();
+/// Assigns the free runs, in order, to the members with a missing length. Returns the end and the
+/// owner of each run.
+fn assign_free_runs(
+    kept_and_free: Vec<(u64, Option<u64>)>,
+    missing_lens: Vec<u64>,
+) -> Vec<(u64, u64)> {
+    let mut members = (0..).zip(missing_lens).peekable();
     let mut runs = Vec::new();
     let mut end = 0;
-    for (mut len, owner) in kept {
+    for (mut len, owner) in kept_and_free {
         if let Some(owner) = owner {
             end += len;
             push_run(&mut runs, end, owner);
@@ -176,15 +181,15 @@ fn assign_free_runs(kept: Vec<(u64, Option<u64>)>, missing: Vec<u64>) -> Vec<(u6
         }
         while len > 0 {
             #[expect(clippy::expect_used, reason = "free runs are as long as the missing lengths")]
-            let (member, missing) = members.peek_mut().expect("a member that misses a length");
-            let given = len.min(*missing);
-            len -= given;
-            *missing -= given;
-            end += given;
-            if given > 0 {
+            let (member, missing_len) = members.peek_mut().expect("a member with a missing length");
+            let run_len = len.min(*missing_len);
+            len -= run_len;
+            *missing_len -= run_len;
+            end += run_len;
+            if run_len > 0 {
                 push_run(&mut runs, end, *member);
             }
-            if *missing == 0 {
+            if *missing_len == 0 {
                 members.next();
             }
         }
@@ -195,7 +200,7 @@ fn assign_free_runs(kept: Vec<(u64, Option<u64>)>, missing: Vec<u64>) -> Vec<(u6
 /// Appends a run, or extends the last run if it has the same owner.
 fn push_run(runs: &mut Vec<(u64, u64)>, end: u64, owner: u64) {
     match runs.last_mut() {
-        Some(last) if last.1 == owner => last.0 = end,
+        Some((last_end, last_owner)) if *last_owner == owner => *last_end = end,
         _ => runs.push((end, owner)),
     }
 }

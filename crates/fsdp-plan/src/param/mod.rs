@@ -112,7 +112,7 @@ impl ParameterInfo {
     ) -> Result<Self> {
         let name = name.into();
         let shape = shape.into();
-        if !fits(&shape, dtype) {
+        if !fits_into_64_bits(&shape, dtype) {
             return Err(Error::Parameters(ParameterError::TooLarge { name, shape, dtype }));
         }
         let numel = shape.iter().product();
@@ -136,7 +136,7 @@ impl ParameterInfo {
     }
 
     /// Applies `edit` to a copy, or in place if no clone shares the data.
-    fn edited(mut self, edit: impl FnOnce(&mut ParameterData)) -> Self {
+    fn with_edit(mut self, edit: impl FnOnce(&mut ParameterData)) -> Self {
         edit(Arc::make_mut(&mut self.0));
         self
     }
@@ -145,27 +145,27 @@ impl ParameterInfo {
     /// name.
     #[must_use]
     pub(crate) fn with_layer(self, layer: impl Into<String>) -> Self {
-        self.edited(|data| data.set_layer(Some(layer.into())))
+        self.with_edit(|data| data.set_layer(Some(layer.into())))
     }
 
     /// Sets the unit; an empty name means the root unit. Default: from the layer.
     #[must_use]
     pub fn with_unit(self, unit: impl Into<String>) -> Self {
-        self.edited(|data| data.edit_overrides(|overrides| overrides.unit = Some(unit.into())))
+        self.with_edit(|data| data.edit_overrides(|overrides| overrides.unit = Some(unit.into())))
     }
 
     /// Sets whether the parameter is trained. Default: yes for floats of at least 8 bits; other
     /// types are never trained.
     #[must_use]
     pub fn with_requires_grad(self, requires_grad: bool) -> Self {
-        self.edited(|data| data.requires_grad = requires_grad && data.dtype.is_trainable())
+        self.with_edit(|data| data.requires_grad = requires_grad && data.dtype.is_trainable())
     }
 
     /// Sets whether every rank keeps a full copy of the parameter, regardless of the strategy.
     /// Default: no.
     #[must_use]
     pub fn with_always_gather(self, always_gather: bool) -> Self {
-        self.edited(|data| data.always_gather = always_gather)
+        self.with_edit(|data| data.always_gather = always_gather)
     }
 
     /// Ties this parameter to the parameter `name`: both names share one set of values, stored
@@ -174,7 +174,9 @@ impl ParameterInfo {
     /// Both must have the same shape, dtype and unit. Default: untied.
     #[must_use]
     pub fn with_tied_to(self, name: impl Into<String>) -> Self {
-        self.edited(|data| data.edit_overrides(|overrides| overrides.tied_to = Some(name.into())))
+        self.with_edit(|data| {
+            data.edit_overrides(|overrides| overrides.tied_to = Some(name.into()))
+        })
     }
 
     /// Returns the full name, unique in its model.
@@ -232,7 +234,7 @@ impl ParameterInfo {
 
     /// Returns the number of bytes.
     pub fn bytes(&self) -> u64 {
-        let bytes = self.0.dtype.bytes(self.numel().into());
+        let bytes = self.0.dtype.rounded_up_bytes(self.numel().into());
         #[expect(clippy::expect_used, reason = "the constructor rejects larger parameters")]
         let bytes = u64::try_from(bytes).expect("the bytes of a parameter fit into 64 bits");
         bytes
@@ -244,11 +246,11 @@ impl ParameterInfo {
     }
 }
 
-/// Returns true if the bytes fit into 64 bits, with dims of size zero left out.
-fn fits(shape: &[u64], dtype: ElemType) -> bool {
+/// Returns true if the bytes fit into 64 bits, even without the dims of size zero.
+fn fits_into_64_bits(shape: &[u64], dtype: ElemType) -> bool {
     let numel =
         shape.iter().filter(|&&dim| dim > 0).try_fold(1_u64, |numel, &dim| numel.checked_mul(dim));
-    numel.is_some_and(|numel| dtype.bytes(numel.into()) <= u64::MAX.into())
+    numel.is_some_and(|numel| dtype.rounded_up_bytes(numel.into()) <= u64::MAX.into())
 }
 
 /// Parses the dtype of the tensor `name`.
@@ -323,7 +325,7 @@ impl TryFrom<UncheckedParameter<'_>> for ParameterInfo {
     fn try_from(raw: UncheckedParameter<'_>) -> Result<Self> {
         let dtype = parse_dtype(&raw.name, &raw.dtype)?;
         let info = Self::new(raw.name, raw.shape, dtype)?;
-        Ok(info.edited(|data| {
+        Ok(info.with_edit(|data| {
             data.set_layer(raw.layer);
             data.edit_overrides(|overrides| {
                 overrides.unit = raw.unit;

@@ -28,8 +28,9 @@ impl NameIndex {
             }
         }
         for pair in entries.windows(2) {
-            if pair[0].0 == pair[1].0 && name(pair[0].1).1 == name(pair[1].1).1 {
-                return Err(pair[1].1);
+            let [(left_hash, left), (right_hash, right)] = [pair[0], pair[1]];
+            if left_hash == right_hash && name(left).1 == name(right).1 {
+                return Err(right);
             }
         }
         Ok(Self(entries))
@@ -37,11 +38,12 @@ impl NameIndex {
 
     /// Returns the position of `wanted`.
     pub(crate) fn find<'a>(&self, wanted: &str, name: impl Fn(usize) -> &'a str) -> Option<usize> {
-        let key = (hash(wanted), wanted);
-        let found = self.0.binary_search_by(|&(hash, position)| {
-            hash.cmp(&key.0).then_with(|| name(position).cmp(key.1))
+        let wanted_hash = hash(wanted);
+        let entry = self.0.binary_search_by(|&(hash, position)| {
+            hash.cmp(&wanted_hash).then_with(|| name(position).cmp(wanted))
         });
-        found.ok().map(|found| self.0[found].1)
+        let (_, position) = self.0[entry.ok()?];
+        Some(position)
     }
 }
 

@@ -57,8 +57,8 @@ fn check_blocks(info: &ParameterInfo, item_numel: u64, group: WorldSize) -> Resu
 /// Checks that a granule consists of whole blocks and rounds up from within it.
 fn check_granules(info: &ParameterInfo, granule: u64, round_up_from: u64) -> Result<()> {
     let dtype = info.dtype();
-    let whole_blocks = granule > 0 && granule.is_multiple_of(dtype.block_bytes());
-    if whole_blocks && (1..=granule).contains(&round_up_from) {
+    let has_whole_blocks = granule > 0 && granule.is_multiple_of(dtype.block_bytes());
+    if has_whole_blocks && (1..=granule).contains(&round_up_from) {
         return Ok(());
     }
     Err(Error::Cut(CutError::InvalidGranule {
@@ -151,8 +151,9 @@ impl<'a> BufferState<'a> {
         // The cost model counts the padding of a buffer at its first parameter, so no gap may
         // precede that parameter.
         let may_leave_gap = self.kind == BufferKind::Aligned && self.end > 0;
-        let in_place = offset == self.end || may_leave_gap && offset > self.end;
-        let end = offset.checked_add(size).filter(|&end| in_place && len == self.len && end <= len);
+        let is_in_place = offset == self.end || (may_leave_gap && offset > self.end);
+        let end =
+            offset.checked_add(size).filter(|&end| is_in_place && len == self.len && end <= len);
         self.end = end.ok_or_else(|| self.misplaced(info, (offset, len), (self.end, self.len)))?;
         self.last = info;
         Ok(())
@@ -166,7 +167,13 @@ impl<'a> BufferState<'a> {
         Err(self.misplaced(self.last, (self.end, self.len), (self.end, self.end)))
     }
 
-    fn misplaced(&self, info: &ParameterInfo, found: (u64, u64), expected: (u64, u64)) -> Error {
+    /// Returns the error for a parameter at the wrong offset, or in a buffer of the wrong length.
+    fn misplaced(
+        &self,
+        info: &ParameterInfo,
+        (offset, len): (u64, u64),
+        (expected_offset, expected_len): (u64, u64),
+    ) -> Error {
         Error::Cut(CutError::MisplacedParameter {
             unit: if self.kind == BufferKind::Wrapped {
                 String::new()
@@ -174,10 +181,10 @@ impl<'a> BufferState<'a> {
                 info.unit().to_owned()
             },
             name: info.name().to_owned(),
-            offset: found.0,
-            len: found.1,
-            expected_offset: expected.0,
-            expected_len: expected.1,
+            offset,
+            len,
+            expected_offset,
+            expected_len,
         })
     }
 }

@@ -38,7 +38,7 @@ impl PlannedParameter {
     }
 
     /// Prepares the cut for computing parts.
-    pub(crate) fn division(&self) -> PreparedCut {
+    pub(crate) fn prepared_cut(&self) -> PreparedCut {
         PreparedCut::new(&self.info, self.cut)
     }
 }

@@ -50,12 +50,12 @@ impl<'a> ShardsOfRank<'a> {
 
     /// Returns the next shard of `parameter`, if any.
     fn next_part(&mut self, parameter: &PlannedParameter) -> Option<ShardAssignment> {
-        let division = parameter.division();
-        let n_parts = division.max_parts(self.runs.len());
+        let prepared_cut = parameter.prepared_cut();
+        let n_parts = prepared_cut.max_parts(self.runs.len());
         while self.next_run < n_parts {
             let (position, run) = self.runs[self.next_run];
             self.next_run += 1;
-            let (index, part) = division.part(&self.plan.shares, position, run);
+            let (index, part) = prepared_cut.part(&self.plan.shares, position, run);
             if !part.is_empty() {
                 return Some(ShardAssignment::new(self.rank, index, parameter.info(), part));
             }

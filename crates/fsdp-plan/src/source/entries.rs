@@ -18,7 +18,7 @@ pub(super) trait NamedEntry {
     type Named;
 
     /// Combines the value with its name.
-    fn named(self, name: String) -> Result<Self::Named>;
+    fn into_named(self, name: String) -> Result<Self::Named>;
 }
 
 /// The entries of a JSON object in the order of the text, or the first error among them.
@@ -26,7 +26,7 @@ pub(super) trait NamedEntry {
 /// The ordered map of `serde_json` would drop duplicate names, and keeps the order only with an
 /// optional feature.
 pub(super) struct JsonEntries<E: NamedEntry> {
-    pub(super) named: Result<Vec<E::Named>>,
+    pub(super) entries: Result<Vec<E::Named>>,
     /// The entry `__metadata__`, which is not a tensor.
     pub(super) metadata: Option<HeaderMetadata>,
 }
@@ -74,13 +74,13 @@ impl<'de, E: NamedEntry + Deserialize<'de>> Visitor<'de> for JsonEntriesVisitor<
             // parsed as JSON.
             let entry: E = map.next_value()?;
             if let Ok(list) = &mut entries {
-                match entry.named(name) {
+                match entry.into_named(name) {
                     Ok(named) => list.push(named),
                     Err(error) => entries = Err(error),
                 }
             }
         }
-        Ok(JsonEntries { named: entries, metadata })
+        Ok(JsonEntries { entries, metadata })
     }
 }
 

@@ -65,7 +65,7 @@ pub fn from_index<E: From<Error>>(
 
 /// Returns every tensor with its file.
 fn parse_entries(json: &str) -> Result<Vec<(String, String)>> {
-    let entries = parse::<IndexFile>("safetensors index", json.as_bytes())?.weight_map.named?;
+    let entries = parse::<IndexFile>("safetensors index", json.as_bytes())?.weight_map.entries?;
     let name = |position: usize| entries[position].0.as_str();
     check_unique(entries.len(), |position| (name_index::hash(name(position)), name(position)))?;
     match entries.iter().find(|(_, file)| !is_plain(file)) {
@@ -83,7 +83,7 @@ struct IndexFile {
 impl NamedEntry for String {
     type Named = (Self, Self);
 
-    fn named(self, name: String) -> Result<Self::Named> {
+    fn into_named(self, name: String) -> Result<Self::Named> {
         Ok((name, self))
     }
 }

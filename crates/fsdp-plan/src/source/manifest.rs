@@ -32,7 +32,8 @@ use crate::{
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 pub fn from_manifest(json: &str) -> Result<Vec<ParameterInfo>> {
-    let infos = parse::<JsonEntries<UncheckedParameter<'_>>>("manifest", json.as_bytes())?.named?;
+    let infos =
+        parse::<JsonEntries<UncheckedParameter<'_>>>("manifest", json.as_bytes())?.entries?;
     check_unique_parameters(infos.len(), |position| &infos[position])?;
     Ok(infos)
 }
@@ -40,7 +41,7 @@ pub fn from_manifest(json: &str) -> Result<Vec<ParameterInfo>> {
 impl NamedEntry for UncheckedParameter<'_> {
     type Named = ParameterInfo;
 
-    fn named(self, name: String) -> Result<ParameterInfo> {
+    fn into_named(self, name: String) -> Result<ParameterInfo> {
         self.with_name(name).try_into()
     }
 }

@@ -121,9 +121,9 @@ impl SafetensorsHeader {
     /// [`SourceError::Unreadable`] if `reader` fails, and the errors of [`parse`](Self::parse).
     pub fn read(mut reader: impl Read) -> Result<Self> {
         let mut bytes = Vec::new();
-        reader.by_ref().take(PREFIX_LEN).read_to_end(&mut bytes).map_err(unreadable)?;
+        reader.by_ref().take(PREFIX_LEN).read_to_end(&mut bytes).map_err(read_error)?;
         if let Ok(prefix) = bytes.as_slice().try_into() {
-            reader.take(header_len(prefix)?).read_to_end(&mut bytes).map_err(unreadable)?;
+            reader.take(header_len(prefix)?).read_to_end(&mut bytes).map_err(read_error)?;
         }
         Self::parse(&bytes)
     }
@@ -142,18 +142,20 @@ impl SafetensorsHeader {
     ///   and dtype.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let text = header_text(bytes)?;
-        let JsonEntries { named, metadata } = parse::<JsonEntries<HeaderEntry<'_>>>(HEADER, text)?;
-        let mut placed = named?;
-        check_unique_parameters(placed.len(), |position| &placed[position].0)?;
-        // An empty tensor begins where the next one does; the stable sort keeps them in the order of the text.
-        placed.sort_by_key(|&(_, offsets)| offsets);
+        let JsonEntries { entries, metadata } =
+            parse::<JsonEntries<HeaderEntry<'_>>>(HEADER, text)?;
+        let mut tensor_entries = entries?;
+        check_unique_parameters(tensor_entries.len(), |position| &tensor_entries[position].0)?;
+        // An empty tensor begins where the next tensor does; the stable sort keeps the two in the
+        // order of the text.
+        tensor_entries.sort_by_key(|&(_, offsets)| offsets);
         let mut data_len = 0;
-        for (info, offsets) in &placed {
+        for (info, offsets) in &tensor_entries {
             data_len = next_end(data_len, info, *offsets)?;
         }
         let data_start = PREFIX_LEN + text.len() as u64;
         let file_len = data_start.checked_add(data_len).ok_or(TOO_LARGE)?;
-        let tensors = placed.into_iter().map(|(info, (begin, end))| {
+        let tensors = tensor_entries.into_iter().map(|(info, (begin, end))| {
             let range = data_start + begin..data_start + end;
             StoredTensor { info, range }
         });
@@ -193,7 +195,7 @@ const HEADER: &str = "safetensors header";
 const TOO_LARGE: Error = Error::TotalTooLarge { what: "the bytes of the tensors of a file" };
 
 #[expect(clippy::needless_pass_by_value, reason = "the signature that `map_err` expects")]
-fn unreadable(error: io::Error) -> Error {
+fn read_error(error: io::Error) -> Error {
     Error::Source(SourceError::Unreadable { kind: error.kind(), reason: error.to_string() })
 }
 
@@ -220,7 +222,7 @@ impl NamedEntry for HeaderEntry<'_> {
     /// The parameter with its begin and end offsets.
     type Named = (ParameterInfo, (u64, u64));
 
-    fn named(self, name: String) -> Result<Self::Named> {
+    fn into_named(self, name: String) -> Result<Self::Named> {
         let dtype = parse_dtype(&name, &self.dtype)?;
         Ok((ParameterInfo::new(name, self.shape, dtype)?, self.data_offsets))
     }

@@ -31,7 +31,7 @@ const MAX_TRIES: usize = 24;
 /// # Complexity
 ///
 /// O(n log n) for n items, for each of at most [`MAX_TRIES`] tries, independent of bins beyond n.
-pub(super) fn balanced(weights: &[u64], bins: WorldSize) -> Vec<usize> {
+pub(super) fn assign_any(weights: &[u64], bins: WorldSize) -> Vec<usize> {
     let order = largest_first(weights);
     let sorted: Vec<_> = order.iter().map(|&item| weights[item]).collect();
     let mut owners = vec![0; weights.len()];
@@ -51,7 +51,7 @@ pub(super) fn balanced(weights: &[u64], bins: WorldSize) -> Vec<usize> {
 /// # Complexity
 ///
 /// O(n log n + n log w) for n items of a weight of at most w.
-pub(super) fn contiguous(weights: &[u64], bins: WorldSize) -> Vec<usize> {
+pub(super) fn assign_contiguous(weights: &[u64], bins: WorldSize) -> Vec<usize> {
     let n_bins = useful_bins(weights, bins).as_usize();
     let prefix = prefix_sums(weights);
     let capacity = least_capacity(weights, &prefix, n_bins);
@@ -116,7 +116,7 @@ fn lower_bound_sorted(sorted: &[u64], n_bins: usize) -> u128 {
     bound
 }
 
-/// Computes [`balanced`] for descending weights and at most as many bins as items.
+/// Computes [`assign_any`] for descending weights and at most as many bins as items.
 ///
 /// If [`longest_first`] meets the lower bound, as it does for equal weights, no capacity remains to
 /// try.
@@ -159,17 +159,19 @@ fn multifit(sorted: &[u64], n_bins: usize, mut capacities: Range<u128>) -> Optio
 
 /// Puts each item into the first bin in which it fits; returns `None` if an item fits nowhere.
 ///
-/// The loop fills bin after bin instead, each with the first item that fits, then the next after it
-/// that fits, and so on; the result is the same. The weights are sorted already, while a search for
-/// bins would need a tree. And the free space of a finished bin is lost for certain, so the loop
-/// stops as soon as it loses too much. Both together halved the time.
+/// Instead of searching a bin for each item, the loop fills one bin after another, with every
+/// remaining item that still fits; the result is the same. There are two reasons, which together
+/// halved the time. Items are found in the sorted weights, while a search for bins would need a
+/// tree. And the free space of a finished bin is final, so the loop stops as soon as the bins waste
+/// too much space.
 ///
 /// # Complexity
 ///
 /// O(n log n) for n items.
 fn first_fit(sorted: &[u64], n_bins: usize, capacity: u128) -> Option<Vec<usize>> {
     let total: u128 = sorted.iter().copied().map(u128::from).sum();
-    // This cannot overflow: the result of `longest_first` is less than an even share plus the largest weight.
+    // This cannot overflow: the result of `longest_first` is less than an even share plus the
+    // largest weight.
     let mut spare = (capacity * n_bins as u128).checked_sub(total)?;
     let mut remaining = RemainingItems::all(sorted.len());
     let mut bins = vec![0; sorted.len()];
@@ -220,12 +222,12 @@ impl RemainingItems {
 /// Returns the largest sum of a bin, in O(m + n).
 pub(super) fn largest_sum(weights: &[u64], bins: &[usize], n_bins: usize) -> u128 {
     #[expect(clippy::expect_used, reason = "a world has at least one rank")]
-    let largest = sums(weights, bins, n_bins).into_iter().max().expect("at least one bin");
+    let largest = bin_sums(weights, bins, n_bins).into_iter().max().expect("at least one bin");
     largest
 }
 
 /// Returns the sum of each bin, in O(m + n).
-fn sums(weights: &[u64], bins: &[usize], n_bins: usize) -> Vec<u128> {
+fn bin_sums(weights: &[u64], bins: &[usize], n_bins: usize) -> Vec<u128> {
     let mut sums = vec![0; n_bins];
     for (&weight, &bin) in weights.iter().zip(bins) {
         sums[bin] += u128::from(weight);
@@ -250,7 +252,7 @@ fn fill_empty_bins(sorted: &[u64], bins: &mut [usize], n_bins: usize) {
     for (item, &bin) in bins.iter().enumerate() {
         items[bin].push(item);
     }
-    let sums = sums(sorted, bins, n_used);
+    let sums = bin_sums(sorted, bins, n_used);
     let donors = (0..n_used).filter(|&bin| items[bin].len() > 1);
     let mut donors: BinaryHeap<_> = donors.map(|bin| (sums[bin], Reverse(bin))).collect();
     for empty in n_used..n_bins {
@@ -271,7 +273,8 @@ fn fill_empty_bins(sorted: &[u64], bins: &mut [usize], n_bins: usize) {
 fn least_capacity(weights: &[u64], prefix: &[u128], n_bins: usize) -> u128 {
     let Some(largest) = weights.iter().copied().max().map(u128::from) else { return 0 };
     let mut low = prefix[weights.len()].div_ceil(n_bins as u128).max(largest);
-    // This always suffices: a run that has no room for the next item then has more than an even share.
+    // This capacity always suffices: a run that has no space for the next item then has more than
+    // an even share.
     let mut high = low + largest;
     while low < high {
         let capacity = u128::midpoint(low, high);
@@ -307,12 +310,12 @@ fn run_end(prefix: &[u128], start: usize, capacity: u128, n_after: usize) -> usi
     let n_items = prefix.len() - 1;
     let share = (prefix[n_items] - prefix[start]) / (n_after as u128 + 1);
     let fitting = prefix.partition_point(|&sum| sum <= prefix[start] + capacity) - 1;
-    nearest(prefix, prefix[start] + share).max(start + 1).min(fitting).min(n_items - n_after)
+    find_nearest(prefix, prefix[start] + share).max(start + 1).min(fitting).min(n_items - n_after)
 }
 
 /// Returns the position of the sum nearest to `target`, which must not exceed the last; the later
 /// of two ties, in O(log n).
-fn nearest(prefix: &[u128], target: u128) -> usize {
+fn find_nearest(prefix: &[u128], target: u128) -> usize {
     let upper = prefix.partition_point(|&sum| sum < target);
     let lower = upper.saturating_sub(1);
     if target - prefix[lower] < prefix[upper] - target { lower } else { upper }
@@ -357,9 +360,9 @@ mod tests {
     }
 
     fn check_balanced(weights: &[u64], n_bins: usize) {
-        let owners = balanced(weights, world(n_bins));
+        let owners = assign_any(weights, world(n_bins));
         check_occupied(&owners, n_bins, weights);
-        assert_eq!(owners, balanced(weights, world(n_bins)));
+        assert_eq!(owners, assign_any(weights, world(n_bins)));
 
         let items = weights.len() as u128;
         let bins = n_bins as u128;
@@ -378,7 +381,7 @@ mod tests {
     }
 
     fn check_contiguous(weights: &[u64], n_bins: usize) {
-        let owners = contiguous(weights, world(n_bins));
+        let owners = assign_contiguous(weights, world(n_bins));
         check_occupied(&owners, n_bins, weights);
         assert!(
             owners.is_sorted() && owners.first().is_none_or(|&bin| bin == 0),
@@ -455,8 +458,8 @@ mod tests {
         fn no_bin_stays_empty(
             weights in proptest::collection::vec(0_u64..6, 0..80), n_bins in 1_usize..40,
         ) {
-            check_occupied(&balanced(&weights, world(n_bins)), n_bins, &weights);
-            check_occupied(&contiguous(&weights, world(n_bins)), n_bins, &weights);
+            check_occupied(&assign_any(&weights, world(n_bins)), n_bins, &weights);
+            check_occupied(&assign_contiguous(&weights, world(n_bins)), n_bins, &weights);
         }
     }
 
@@ -464,13 +467,13 @@ mod tests {
     fn multifit_wins_if_better() {
         let weights = [3, 3, 2, 2, 2];
         assert_eq!(longest_first(&weights, world(2)), [0, 1, 0, 1, 0]);
-        assert_eq!(balanced(&weights, world(2)), [0, 0, 1, 1, 1]);
+        assert_eq!(assign_any(&weights, world(2)), [0, 0, 1, 1, 1]);
     }
 
     #[test]
     fn longest_first_wins_ties() {
         let weights = [3, 3, 2, 2, 2, 2];
-        assert_eq!(balanced(&weights, world(2)), longest_first(&weights, world(2)));
+        assert_eq!(assign_any(&weights, world(2)), longest_first(&weights, world(2)));
         // First fit would need a third bin at the same capacity.
         assert_eq!(first_fit(&weights, 2, 7), None);
     }
@@ -482,7 +485,7 @@ mod tests {
         assert_eq!(largest_sum(&weights, &longest_first(&weights, world(8)), 8), 7);
         assert_eq!(first_fit(&weights, 8, 6).unwrap().iter().max(), Some(&6));
         assert_eq!(
-            balanced(&weights, world(8)),
+            assign_any(&weights, world(8)),
             [0, 7, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5, 6, 6, 6]
         );
     }
@@ -497,11 +500,14 @@ mod tests {
 
     #[test]
     fn equal_weights_are_spread_evenly() {
-        assert_eq!(balanced(&[7; 5], world(3)), [0, 1, 2, 0, 1]);
-        assert_eq!(balanced(&[0; 5], world(3)), [0, 1, 2, 0, 1]);
+        assert_eq!(assign_any(&[7; 5], world(3)), [0, 1, 2, 0, 1]);
+        assert_eq!(assign_any(&[0; 5], world(3)), [0, 1, 2, 0, 1]);
         for (n_items, n_bins) in [(126, 8), (12, 5), (7, 5), (61, 16), (9, 9)] {
-            let counts =
-                sums(&vec![1; n_items], &contiguous(&vec![1; n_items], world(n_bins)), n_bins);
+            let counts = bin_sums(
+                &vec![1; n_items],
+                &assign_contiguous(&vec![1; n_items], world(n_bins)),
+                n_bins,
+            );
             assert!(
                 counts.iter().all(|&count| count.abs_diff(n_items as u128 / n_bins as u128) <= 1),
                 "{counts:?}"
@@ -512,7 +518,7 @@ mod tests {
     #[test]
     fn light_runs_are_even() {
         // The largest sum is always 9; the longest runs within that capacity would have 1, 4 and 1 items.
-        assert_eq!(contiguous(&[9, 2, 2, 2, 2, 2], world(3)), [0, 1, 1, 1, 2, 2]);
+        assert_eq!(assign_contiguous(&[9, 2, 2, 2, 2, 2], world(3)), [0, 1, 1, 1, 2, 2]);
     }
 
     #[test]
@@ -528,12 +534,14 @@ mod tests {
     #[test]
     fn extremes_do_not_overflow() {
         let weights = [u64::MAX; 3];
-        assert_eq!(balanced(&weights, world(2)), [0, 1, 0]);
-        assert_eq!(contiguous(&weights, world(1)), [0, 0, 0]);
+        assert_eq!(assign_any(&weights, world(2)), [0, 1, 0]);
+        assert_eq!(assign_contiguous(&weights, world(1)), [0, 0, 0]);
         assert_eq!(lower_bound(&weights, world(2)), 2 * u128::from(u64::MAX));
-        assert_eq!(balanced(&weights, WorldSize::MAX), [0, 1, 2]);
-        assert_eq!(contiguous(&weights, WorldSize::MAX), [0, 1, 2]);
+        assert_eq!(assign_any(&weights, WorldSize::MAX), [0, 1, 2]);
+        assert_eq!(assign_contiguous(&weights, WorldSize::MAX), [0, 1, 2]);
         assert_eq!(lower_bound(&weights, WorldSize::MAX), u128::from(u64::MAX));
-        assert!(balanced(&[], world(4)).is_empty() && contiguous(&[], world(4)).is_empty());
+        assert!(
+            assign_any(&[], world(4)).is_empty() && assign_contiguous(&[], world(4)).is_empty()
+        );
     }
 }

@@ -17,7 +17,7 @@ use crate::{
     plan::ShardingPlan,
 };
 
-/// Limit on the number of rules. Each parameter is matched against all of them.
+/// Limit on the number of rules. Each parameter is matched against all rules.
 const MAX_RULES: usize = 4096;
 
 /// Limit on the bytes of all patterns together. A compiled pattern takes up to 140 times its text.
@@ -90,11 +90,12 @@ pub struct HybridRule {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Choice {
-    /// Cut over all ranks, in this layout.
+    /// Cuts the parameter over all ranks, in this layout.
     Full(Layout),
-    /// Whole on one rank, with its layer, by the default [`LayerWise`].
+    /// Keeps the parameter whole on one rank, together with its layer, like the default
+    /// [`LayerWise`].
     LayerWise,
-    /// A copy on every rank.
+    /// Keeps a copy of the parameter on every rank.
     Replicate,
 }
 
@@ -217,16 +218,21 @@ impl ShardingStrategy for Hybrid {
         // set.
         let mut groups: Vec<Vec<(usize, Choice)>> = Vec::new();
         for (position, choice) in infos.iter().map(|info| self.choice(info)).enumerate() {
-            match groups.iter_mut().find(|group| group[0].1.is_compatible(choice)) {
+            let group = groups.iter_mut().find(|group| {
+                let (_, first_choice) = group[0];
+                first_choice.is_compatible(choice)
+            });
+            match group {
                 Some(group) => group.push((position, choice)),
                 None => groups.push(vec![(position, choice)]),
             }
         }
         let mut cuts = vec![Cut::Replicated; infos.len()];
         for group in groups {
-            let chosen: Vec<_> =
+            let with_choices: Vec<_> =
                 group.iter().map(|&(position, choice)| (infos[position], choice)).collect();
-            for ((position, _), cut) in group.into_iter().zip(cut_group(&chosen, world_size)?) {
+            let group_cuts = cut_group(&with_choices, world_size)?;
+            for ((position, _), cut) in group.into_iter().zip(group_cuts) {
                 cuts[position] = cut;
             }
         }

@@ -140,8 +140,8 @@ impl<'a> WeightedLayers<'a> {
     /// Assigns each layer to a rank number.
     fn assign(&self, order: LayerOrder, world_size: WorldSize) -> Vec<usize> {
         match order {
-            LayerOrder::Any => balance::balanced(&self.weights, world_size),
-            LayerOrder::Contiguous => balance::contiguous(&self.weights, world_size),
+            LayerOrder::Any => balance::assign_any(&self.weights, world_size),
+            LayerOrder::Contiguous => balance::assign_contiguous(&self.weights, world_size),
         }
     }
 }

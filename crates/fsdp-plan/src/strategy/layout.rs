@@ -144,7 +144,7 @@ fn cut_ragged(infos: &[(&ParameterInfo, Layout)]) -> Result<Vec<Cut>> {
     }
     Ok(buffers.cuts(|position, offset, unit_bytes| {
         let granule = granules[position];
-        let round_up_from = round_up_from(granule, buffers.units.group_of_item[position]);
+        let round_up_from = rounding_threshold(granule, buffers.units.group_of_item[position]);
         Cut::Ragged { offset, unit_bytes, granule, round_up_from }
     }))
 }
@@ -154,22 +154,22 @@ fn cut_ragged(infos: &[(&ParameterInfo, Layout)]) -> Result<Vec<Cut>> {
 fn granule_bytes(info: &ParameterInfo, numel: Option<u64>) -> u64 {
     let dtype = info.dtype();
     let full_numel = info.numel().max(dtype.block_numel());
-    let full_bytes = dtype.block_bytes_for(full_numel);
+    let full_bytes = dtype.bytes_of_blocks(full_numel);
     let Some(numel) = numel.and_then(|numel| lcm(numel, dtype.block_numel())) else {
         return full_bytes;
     };
-    if numel == 0 || full_numel <= numel { full_bytes } else { dtype.block_bytes_for(numel) }
+    if numel == 0 || full_numel <= numel { full_bytes } else { dtype.bytes_of_blocks(numel) }
 }
 
 /// Returns the byte of a granule from which a bound rounds up, in the unit at position `unit`.
 ///
 /// In the first unit a bound rounds to the nearer side. The thresholds of further units are spread
 /// as far apart as possible, so that the bounds of equal units round up and down equally often.
-fn round_up_from(granule: u64, unit: usize) -> u64 {
+fn rounding_threshold(granule: u64, unit: usize) -> u64 {
     let phase = (1_u64 << 63).wrapping_add(GOLDEN.wrapping_mul(unit as u64));
-    let fraction = (u128::from(granule) * u128::from(phase)) >> 64;
+    let wide_fraction = (u128::from(granule) * u128::from(phase)) >> 64;
     #[expect(clippy::expect_used, reason = "a phase is less than 2^64")]
-    let fraction = u64::try_from(fraction).expect("less than the granule");
+    let fraction = u64::try_from(wide_fraction).expect("less than the granule");
     granule - fraction
 }
 

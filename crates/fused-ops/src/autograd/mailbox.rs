@@ -8,12 +8,15 @@ use crate::error::Result;
 
 /// Messages between the nodes of one operation, from all of its backward passes.
 ///
+/// Nodes are connected by tokens: tensors of zeros whose values are never read. A node with a token
+/// among its inputs sends messages to the node that made the token.
+///
 /// Several passes may run at once: on several threads, and nested on one thread, since a rayon
 /// thread that waits for a kernel may begin another pass. candle does not identify a pass, but
 /// within a pass it adds up the gradients that nodes return for a token, and hands the sum to the
-/// token's node. So these gradients carry the messages: a node that leaves a message returns its
-/// ticket as the gradient, and the token's node takes the messages with tickets in the sum. A
-/// message of a failed pass is never taken, and is dropped with the graph.
+/// token's node. So a sender returns the ticket of its message as the token's gradient, and the
+/// token's node takes the messages whose tickets are in the sum. A message of a failed pass is
+/// never taken, and is dropped with the graph.
 #[derive(Debug)]
 pub(crate) struct Mailbox<T>(Mutex<Vec<PassMessage<T>>>);
 
@@ -34,7 +37,7 @@ impl<T> Default for Mailbox<T> {
 }
 
 impl<T> Mailbox<T> {
-    /// Stores `content`, and returns a gradient of `token` with its ticket at `index` and
+    /// Stores a message, and returns a gradient of `token` with the message's ticket at `index` and
     /// zeros elsewhere.
     ///
     /// The token has one dimension, with an element for each sender.
@@ -60,8 +63,8 @@ impl<T> Mailbox<T> {
         Ok(ticket)
     }
 
-    /// Takes the messages of this pass, each with its index. `grad` is the gradient of the token,
-    /// with their tickets.
+    /// Takes the messages of this pass, each with the index of its sender. `grad` is the gradient
+    /// of the token, which contains the tickets of the messages.
     pub(crate) fn take(&self, grad: &Tensor) -> Result<Vec<(usize, T)>> {
         // This pass has left at least one message, so a single message is its own. Without this
         // shortcut, each operation on a GPU would wait for its tickets to be copied to the
@@ -78,7 +81,7 @@ impl<T> Mailbox<T> {
         Ok(taken.map(|message| (message.index, message.content)).collect())
     }
 
-    /// Takes the message if there is exactly one.
+    /// Takes the only message; returns `None` if there are more or none.
     fn take_single(&self) -> Option<(usize, T)> {
         let mut messages = self.lock();
         let message = if messages.len() == 1 { messages.pop() } else { None };

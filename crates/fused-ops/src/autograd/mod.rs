@@ -1,9 +1,9 @@
-//! Records results that kernels have computed in candle's graph.
+//! Records the results of kernels in candle's graph.
 //!
-//! candle's custom operations compute when they are applied. These operations compute earlier: the
+//! candle's custom operations compute when they are applied. Here a kernel computes first: the
 //! operation in candle's graph only returns the finished result, and contains its backward. candle
-//! allows three inputs and one output. An operation with more connects them through a token, a scalar
-//! that nothing reads. No tensor is copied.
+//! allows three inputs and one output. An operation with more connects them through tokens: tensors
+//! of zeros whose values are never read. No tensor is copied.
 
 mod mailbox;
 mod multi;

@@ -107,17 +107,19 @@ fn join_inputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     inputs: &[&Tensor],
     shared: &Arc<SharedGradients<B, OUTPUTS>>,
 ) -> Result<Tensor> {
-    let join = |first, inputs: &[&Tensor], joins_token, is_last| {
+    let join = |first: usize, inputs: &[&Tensor], is_last| {
+        // Every node but the first joins the token of the previous node.
+        let joins_token = first > 0;
         let backward = InputNode { shared: Arc::clone(shared), first, joins_token, is_last };
         PrecomputedNode { output: NodeOutput::Token, shape: Shape::from(OUTPUTS), backward }
             .apply(inputs)
     };
     let (head, rest) = inputs.split_at(inputs.len().min(3));
-    let mut token = join(0, head, false, rest.is_empty())?;
-    let remaining = rest.len().div_ceil(2);
+    let mut token = join(0, head, rest.is_empty())?;
+    let n_later_nodes = rest.len().div_ceil(2);
     for (index, pair) in rest.chunks(2).enumerate() {
-        let joined: Vec<_> = [&token].into_iter().chain(pair.iter().copied()).collect();
-        token = join(head.len() + 2 * index, &joined, true, index + 1 == remaining)?;
+        let node_inputs: Vec<_> = [&token].into_iter().chain(pair.iter().copied()).collect();
+        token = join(head.len() + 2 * index, &node_inputs, index + 1 == n_later_nodes)?;
     }
     Ok(token)
 }
@@ -145,7 +147,8 @@ impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> SharedGradients<B, OUTPUTS
         self.backward.backward(outputs, grads)
     }
 
-    /// Takes the gradients from the next input node, which the backward pass reaches first.
+    /// Takes the gradients of inputs that the next node of the chain has left. The backward pass
+    /// reaches that node first.
     fn take_input_grads(&self, token: &Tensor) -> Result<Vec<Option<Tensor>>> {
         match self.input_grads.take(token)?.pop() {
             Some((_, grads)) => Ok(grads),
@@ -154,7 +157,7 @@ impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> SharedGradients<B, OUTPUTS
     }
 }
 
-/// Starts an output from the token.
+/// The node of an output; its only input is the token.
 struct OutputNode<B, const OUTPUTS: usize> {
     shared: Arc<SharedGradients<B, OUTPUTS>>,
     index: usize,
@@ -173,7 +176,7 @@ impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Backward for OutputNode<B,
     }
 }
 
-/// Joins inputs to a token.
+/// A node that joins up to three tensors to a token.
 struct InputNode<B, const OUTPUTS: usize> {
     shared: Arc<SharedGradients<B, OUTPUTS>>,
     /// The index of its first input among all inputs of the operation.

@@ -35,7 +35,7 @@ impl<T: Float> ActivationCurve<T> for Relu {
 struct Gelu;
 
 impl Gelu {
-    /// Returns the probability that a normal number is probability `x`, and the density at `x`.
+    /// Returns the probability that a standard normal number is below `x`, and the density at `x`.
     #[inline(always)]
     fn normal<T: Float>(x: T) -> (T, T) {
         let z = x.abs() * T::round_from_f64(std::f64::consts::FRAC_1_SQRT_2);
@@ -63,7 +63,8 @@ impl<T: Float> ActivationCurve<T> for Gelu {
 struct GeluTanh;
 
 impl GeluTanh {
-    /// (1 + tanh u) / 2 is the logistic function of 2u, here for u = √(2/π) · (x + 0.044715 x³).
+    /// Returns (1 + tanh u) / 2 for u = √(2/π) · (x + 0.044715 x³), and 1 minus it. The first is
+    /// the logistic function of 2u.
     #[inline(always)]
     fn gate<T: Float>(x: T) -> (T, T) {
         logistic(
@@ -106,7 +107,7 @@ impl<T: Float> ActivationCurve<T> for Silu {
     }
 }
 
-/// Returns 1 / (1 + e^−x) and its difference to 1, which a subtraction would round away.
+/// Returns 1 / (1 + e^−x), and 1 minus it, without the rounding error of a subtraction.
 #[inline(always)]
 fn logistic<T: Float>(x: T) -> (T, T) {
     let small = (-x.abs()).exp();
@@ -157,7 +158,7 @@ pub(crate) fn forward_in_place<T: Float>(activation: Activation, x: &mut [T]) {
     });
 }
 
-/// Returns the gradient of each element.
+/// Returns the gradient of each element of `x`, where `grad` is the gradient of its activation.
 pub(crate) fn backward<T: Float>(activation: Activation, x: &[T], grad: &[T]) -> Vec<T> {
     with_curve!(activation, |curve| {
         vec_of_blocks(x.len(), ELEMENTS_PER_BLOCK, |block, out: &mut FillBlock<'_, T>| {
@@ -180,7 +181,7 @@ pub(crate) fn backward_in_place<T: Float>(activation: Activation, x: &[T], grad:
     });
 }
 
-/// silu(gate) · up.
+/// Returns silu(gate) · up.
 pub(crate) fn swiglu<T: Float>(gate: &[T], up: &[T]) -> Vec<T> {
     vec_of_blocks(gate.len(), ELEMENTS_PER_BLOCK, |block, out: &mut FillBlock<'_, T>| {
         let gate = block_of(gate, block, ELEMENTS_PER_BLOCK);

@@ -5,11 +5,11 @@
 //! forward pass, a block of scores becomes weights relative to the largest score so far; a larger
 //! score shrinks the earlier sums (Milakov and Gimelshein, "Online normalizer calculation for
 //! softmax", arXiv 1805.02867; Dao et al., "FlashAttention", arXiv 2205.14135). For the backward
-//! pass it keeps one number per query, the logarithm of its sum of exponentials, and recomputes the
-//! weights from it.
+//! pass it stores one number per query, the logarithm of the query's sum of exponentials, from
+//! which the weights are recomputed.
 //!
-//! The keys of a causal query end at its position, so later blocks are not computed: half of the
-//! work.
+//! A causal query sees no key after its own position, so blocks of later keys are skipped: about
+//! half of the work.
 
 #![allow(unsafe_code, reason = "tasks write disjoint heads of one vector with interleaved rows")]
 
@@ -33,9 +33,10 @@ const KEYS: usize = 256;
 /// The layout of [batch, length, heads, size]; the elements of a head's row are adjacent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HeadLayout {
-    /// Of the first element.
+    /// The index of the first element.
     pub(crate) offset: usize,
     pub(crate) length: usize,
+    /// The number of heads.
     pub(crate) count: usize,
     pub(crate) size: usize,
     pub(crate) batch_stride: usize,
@@ -64,17 +65,17 @@ impl HeadLayout {
         }
     }
 
-    /// Returns the first element of a head's row.
-    fn start(self, (batch, head): (usize, usize), row: usize) -> usize {
+    /// Returns the index of the first element of a head's row.
+    fn row_start(self, (batch, head): (usize, usize), row: usize) -> usize {
         self.offset + batch * self.batch_stride + head * self.head_stride + row * self.row_stride
     }
 
     /// Returns the layout of `rows` rows of a head.
-    fn place(self, rows: usize) -> MatrixLayout {
+    fn matrix_layout(self, rows: usize) -> MatrixLayout {
         MatrixLayout::rows(rows, self.size, self.row_stride)
     }
 
-    /// `rows` rows of a head from row `first` on.
+    /// Returns `rows` rows of a head, beginning with row `first`.
     fn matrix<T: Float>(
         self,
         data: &[T],
@@ -82,11 +83,25 @@ impl HeadLayout {
         first: usize,
         rows: usize,
     ) -> MatrixView<'_, T> {
-        MatrixView::new(&data[self.start(head, first)..], self.place(rows))
+        MatrixView::new(&data[self.row_start(head, first)..], self.matrix_layout(rows))
     }
 
     fn row<T>(self, data: &[T], head: (usize, usize), row: usize) -> &[T] {
-        &data[self.start(head, row)..][..self.size]
+        &data[self.row_start(head, row)..][..self.size]
+    }
+}
+
+/// The elements of heads, with their layout.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HeadSlice<'a, T> {
+    pub(crate) data: &'a [T],
+    pub(crate) layout: HeadLayout,
+}
+
+impl<'a, T: Float> HeadSlice<'a, T> {
+    /// Returns `rows` rows of a head, beginning with row `first`.
+    fn matrix(self, head: (usize, usize), first: usize, rows: usize) -> MatrixView<'a, T> {
+        self.layout.matrix(self.data, head, first, rows)
     }
 }
 
@@ -99,31 +114,32 @@ pub(crate) struct ScoreMask<'a, T> {
 }
 
 impl<T: Float> ScoreMask<'_, T> {
-    /// Adds the mask of a query to its scores of the keys from `key` on.
+    /// Adds the mask of a query to its scores for key `key` and the following keys.
     #[inline(always)]
     fn add(self, (batch, head): (usize, usize), query: usize, key: usize, scores: &mut [T]) {
-        let [of_batch, of_head, of_query, of_key] = self.strides;
-        let start = batch * of_batch + head * of_head + query * of_query + key * of_key;
-        if of_key == 1 {
+        let [batch_stride, head_stride, query_stride, key_stride] = self.strides;
+        let start =
+            batch * batch_stride + head * head_stride + query * query_stride + key * key_stride;
+        if key_stride == 1 {
             for (score, &mask) in scores.iter_mut().zip(&self.data[start..]) {
                 *score += mask;
             }
         } else {
             for (index, score) in scores.iter_mut().enumerate() {
-                *score += self.data[start + index * of_key];
+                *score += self.data[start + index * key_stride];
             }
         }
     }
 }
 
-/// The inputs. There are as many queries as results; several heads of the queries may share one of
-/// the keys.
+/// The inputs of the kernels. There is one result for each query; several query heads may share one
+/// key head.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AttentionInputs<'a, T> {
     pub(crate) batch: usize,
-    pub(crate) query: (&'a [T], HeadLayout),
-    pub(crate) key: (&'a [T], HeadLayout),
-    pub(crate) value: (&'a [T], HeadLayout),
+    pub(crate) query: HeadSlice<'a, T>,
+    pub(crate) key: HeadSlice<'a, T>,
+    pub(crate) value: HeadSlice<'a, T>,
     pub(crate) scale: T,
     pub(crate) causal: bool,
     /// The number of keys of each sequence, from 1 to the length of the keys.
@@ -134,12 +150,14 @@ pub(crate) struct AttentionInputs<'a, T> {
 /// The numbers of keys that the queries of one sequence see.
 #[derive(Clone, Copy, Debug)]
 struct VisibleKeys {
+    /// The number of keys of the sequence.
     keys: usize,
     /// The number of keys that the first query sees, if queries do not see later keys.
     first: Option<usize>,
 }
 
 impl VisibleKeys {
+    /// Returns the number of keys that a query sees.
     #[inline(always)]
     fn count(self, query: usize) -> usize {
         self.first.map_or(self.keys, |first| (first + query).min(self.keys))
@@ -148,25 +166,25 @@ impl VisibleKeys {
 
 impl<T: Float> AttentionInputs<'_, T> {
     /// Returns the number of query heads that share one head of the keys.
-    fn group(&self) -> usize {
-        self.query.1.count / self.key.1.count
+    fn group_size(&self) -> usize {
+        self.query.layout.count / self.key.layout.count
     }
 
-    fn visible(&self, batch: usize) -> VisibleKeys {
-        let keys = self.key_lengths.map_or(self.key.1.length, |lengths| lengths[batch]);
+    fn visible_keys(&self, batch: usize) -> VisibleKeys {
+        let keys = self.key_lengths.map_or(self.key.layout.length, |lengths| lengths[batch]);
         // The last query has the position of the last key, so queries of a cached sequence see all
         // earlier keys.
-        let first = self.causal.then(|| self.key.1.length - self.query.1.length + 1);
+        let first = self.causal.then(|| self.key.layout.length - self.query.layout.length + 1);
         VisibleKeys { keys, first }
     }
 
     /// Computes the scores of a block, in rows with an element for each key.
-    fn scores(&self, block: &ScoreBlock, out: &mut [T]) {
+    fn compute_scores(&self, block: &ScoreBlock, out: &mut [T]) {
         let ScoreBlock { head: (batch, head), first_query, queries, first_key, keys, .. } = *block;
-        let query = self.query.1.matrix(self.query.0, (batch, head), first_query, queries);
-        let key = self.key.1.matrix(self.key.0, block.key_head(self), first_key, keys);
-        let place = MatrixLayout::rows(queries, keys, keys);
-        multiply_into(out, place, query, key.t(), StoreMode::Set, self.scale);
+        let query = self.query.matrix((batch, head), first_query, queries);
+        let key = self.key.matrix(block.key_head(self), first_key, keys);
+        let layout = MatrixLayout::rows(queries, keys, keys);
+        multiply_into(out, layout, query, key.t(), StoreMode::Set, self.scale);
         if let Some(mask) = self.mask {
             for (row, scores) in out.chunks_exact_mut(keys).take(queries).enumerate() {
                 mask.add((batch, head), first_query + row, first_key, scores);
@@ -175,7 +193,7 @@ impl<T: Float> AttentionInputs<'_, T> {
     }
 }
 
-/// Some queries of one head, and some keys.
+/// A block of scores: some queries of one head, and some keys.
 #[derive(Clone, Copy, Debug)]
 struct ScoreBlock {
     /// The sequence, and the head of the queries.
@@ -188,13 +206,15 @@ struct ScoreBlock {
 }
 
 impl ScoreBlock {
+    /// Returns the sequence, and the key head that the query head reads.
     fn key_head<T: Float>(&self, inputs: &AttentionInputs<'_, T>) -> (usize, usize) {
-        (self.head.0, self.head.1 / inputs.group())
+        let (batch, head) = self.head;
+        (batch, head / inputs.group_size())
     }
 
-    /// Returns the number of the block's keys that a row of it sees.
+    /// Returns how many keys of the block its query number `row` sees.
     #[inline(always)]
-    fn visible(&self, row: usize) -> usize {
+    fn n_visible(&self, row: usize) -> usize {
         self.visible.count(self.first_query + row).saturating_sub(self.first_key).min(self.keys)
     }
 }
@@ -204,8 +224,8 @@ fn blocks<T: Float>(
     inputs: &AttentionInputs<'_, T>,
     head: (usize, usize),
 ) -> impl Iterator<Item = ScoreBlock> {
-    let length = inputs.query.1.length;
-    let visible = inputs.visible(head.0);
+    let length = inputs.query.layout.length;
+    let visible = inputs.visible_keys(head.0);
     (0..length).step_by(QUERIES).flat_map(move |first_query| {
         let queries = QUERIES.min(length - first_query);
         let end = visible.count(first_query + queries - 1);
@@ -216,9 +236,9 @@ fn blocks<T: Float>(
     })
 }
 
-/// Elements of the scores of the largest block.
-fn block_elements<T: Float>(inputs: &AttentionInputs<'_, T>) -> usize {
-    QUERIES.min(inputs.query.1.length) * KEYS.min(inputs.key.1.length)
+/// Returns the number of scores of the largest block.
+fn max_block_elements<T: Float>(inputs: &AttentionInputs<'_, T>) -> usize {
+    QUERIES.min(inputs.query.layout.length) * KEYS.min(inputs.key.layout.length)
 }
 
 /// A vector that several tasks write, each its own heads.
@@ -227,8 +247,8 @@ struct SharedOutput<T> {
     len: usize,
 }
 
-// SAFETY: An address and a length; only `unsafe` methods use them, on heads that belong to one
-// task.
+// SAFETY: The struct is an address and a length. Only `unsafe` methods access the memory, each for
+// a head that belongs to one task.
 unsafe impl<T: Send> Send for SharedOutput<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for SharedOutput<T> {}
@@ -242,7 +262,7 @@ impl<T: Float> SharedOutput<T> {
     /// product is added to them.
     unsafe fn multiply(
         &self,
-        heads: HeadLayout,
+        layout: HeadLayout,
         (head, first): ((usize, usize), usize),
         a: MatrixView<'_, T>,
         b: MatrixView<'_, T>,
@@ -252,8 +272,8 @@ impl<T: Float> SharedOutput<T> {
         // SAFETY: All rows are inside, and no other thread accesses them, as the caller guarantees.
         // Rows of a head do not overlap: their stride is at least their size.
         unsafe {
-            let out = self.row(heads, head, first, rows);
-            multiply(out, heads.place(rows), a, b, store, T::ONE, ProductThreads::One);
+            let out = self.row(layout, head, first, rows);
+            multiply(out, layout.matrix_layout(rows), a, b, store, T::ONE, ProductThreads::One);
         }
     }
 
@@ -261,18 +281,18 @@ impl<T: Float> SharedOutput<T> {
     ///
     /// # Safety
     ///
-    /// The conditions of [`multiply`](Self::multiply) apply to its use.
+    /// The conditions of [`multiply`](Self::multiply) apply to every use of the address.
     unsafe fn row(
         &self,
-        heads: HeadLayout,
+        layout: HeadLayout,
         head: (usize, usize),
         first: usize,
         rows: usize,
     ) -> *mut T {
-        let end = heads.start(head, first + rows - 1) + heads.size;
+        let end = layout.row_start(head, first + rows - 1) + layout.size;
         assert!(end <= self.len, "a head reaches beyond its vector");
-        // SAFETY: the start lies before the end, which is inside.
-        unsafe { self.start.add(heads.start(head, first)) }
+        // SAFETY: the start of the row is before its end, which is inside the vector.
+        unsafe { self.start.add(layout.row_start(head, first)) }
     }
 
     /// Returns row `row` of a head.
@@ -280,10 +300,10 @@ impl<T: Float> SharedOutput<T> {
     /// # Safety
     ///
     /// No other thread may access this head meanwhile, and the row must be initialized.
-    #[expect(clippy::mut_from_ref, reason = "the task that has the head is the only one to use it")]
-    unsafe fn row_mut(&self, heads: HeadLayout, head: (usize, usize), row: usize) -> &mut [T] {
+    #[expect(clippy::mut_from_ref, reason = "only the task that owns the head uses it")]
+    unsafe fn row_mut(&self, layout: HeadLayout, head: (usize, usize), row: usize) -> &mut [T] {
         // SAFETY: The row is inside, initialized, and not shared.
-        unsafe { std::slice::from_raw_parts_mut(self.row(heads, head, row, 1), heads.size) }
+        unsafe { std::slice::from_raw_parts_mut(self.row(layout, head, row, 1), layout.size) }
     }
 
     /// Writes zeros to all rows of a head.
@@ -291,10 +311,10 @@ impl<T: Float> SharedOutput<T> {
     /// # Safety
     ///
     /// No other thread may access this head meanwhile.
-    unsafe fn clear(&self, heads: HeadLayout, head: (usize, usize)) {
-        for row in 0..heads.length {
+    unsafe fn clear(&self, layout: HeadLayout, head: (usize, usize)) {
+        for row in 0..layout.length {
             // SAFETY: The row is inside and not shared, and zeros are written to all of it.
-            unsafe { self.row(heads, head, row, 1).write_bytes(0, heads.size) };
+            unsafe { self.row(layout, head, row, 1).write_bytes(0, layout.size) };
         }
     }
 }
@@ -302,23 +322,23 @@ impl<T: Float> SharedOutput<T> {
 /// Returns the results as [batch, queries, heads, size of the values]. Also returns, as [batch,
 /// heads, queries], the logarithm of the sum of exponentials of each query's scores.
 pub(crate) fn forward<T: Float>(inputs: &AttentionInputs<'_, T>) -> (Vec<T>, Vec<T>) {
-    let place = place_of_results(inputs);
-    let HeadLayout { length, count: heads, size, .. } = place;
+    let layout = result_layout(inputs);
+    let HeadLayout { length, count: heads, size, .. } = layout;
     let mut log_sums = vec![T::ZERO; inputs.batch * heads * length];
     let len = log_sums.len() * size;
-    // SAFETY: One task per head and sequence writes all of its rows: for each query the head has a
-    // block with the first key, and this block writes the row.
+    // SAFETY: One task per head and sequence writes all rows of the head: each query is in a block
+    // with the first key, and this block writes the row of the query.
     let out = unsafe {
         vec_written_by(len, |start| {
             let out = SharedOutput { start, len };
             log_sums.par_chunks_mut(length.max(1)).enumerate().for_each_init(
-                || vec![T::ZERO; block_elements(inputs)],
+                || vec![T::ZERO; max_block_elements(inputs)],
                 |scores, (task, log_sums)| {
                     forward_head(
                         inputs,
                         (task / heads, task % heads),
                         &out,
-                        place,
+                        layout,
                         scores,
                         log_sums,
                     );
@@ -334,43 +354,43 @@ fn forward_head<T: Float>(
     inputs: &AttentionInputs<'_, T>,
     head: (usize, usize),
     out: &SharedOutput<T>,
-    place: HeadLayout,
+    layout: HeadLayout,
     scores: &mut [T],
     log_sums: &mut [T],
 ) {
-    let mut rows = QueryState::new(log_sums.len());
+    let mut state = QueryState::new(log_sums.len());
     for block in blocks(inputs, head) {
         let ScoreBlock { first_query, queries, first_key, keys, .. } = block;
-        inputs.scores(&block, scores);
-        vectorized(WeighScores { block, scores, rows: &mut rows });
+        inputs.compute_scores(&block, scores);
+        vectorized(WeighScores { block, scores, state: &mut state });
         let store = if first_key == 0 { StoreMode::Set } else { StoreMode::Add };
         let weights = MatrixView::contiguous(scores, queries, keys);
-        let value = inputs.value.1.matrix(inputs.value.0, block.key_head(inputs), first_key, keys);
-        // SAFETY: this head is this task's alone, and the block of the first keys has written these
-        // rows before any that adds to them.
+        let value = inputs.value.matrix(block.key_head(inputs), first_key, keys);
+        // SAFETY: The head belongs to this task alone. The block of the first keys writes these
+        // rows before any other block adds to them.
         unsafe {
             if store == StoreMode::Add {
                 for query in first_query..first_query + queries {
-                    let row = out.row_mut(place, head, query);
-                    vectorized(ScaleAndAdd { row, factor: rows.shrink[query] });
+                    let row = out.row_mut(layout, head, query);
+                    vectorized(ScaleRow { row, factor: state.shrink[query] });
                 }
             }
-            out.multiply(place, (head, first_query), weights, value, store, queries);
+            out.multiply(layout, (head, first_query), weights, value, store, queries);
         }
     }
     for (query, log_sum) in log_sums.iter_mut().enumerate() {
-        // SAFETY: this head is this task's alone, and all of its rows have been written above.
-        let row = unsafe { out.row_mut(place, head, query) };
-        vectorized(ScaleAndAdd { row, factor: T::ONE / rows.sum[query] });
-        *log_sum = rows.top[query] + rows.sum[query].ln();
+        // SAFETY: The head belongs to this task alone, and all of its rows were written above.
+        let row = unsafe { out.row_mut(layout, head, query) };
+        vectorized(ScaleRow { row, factor: T::ONE / state.sum[query] });
+        *log_sum = state.top[query] + state.sum[query].ln();
     }
 }
 
 /// The state of a head's queries after some blocks of keys.
 struct QueryState<T> {
-    /// The largest score, or 0 if all were −∞.
+    /// The largest score; −∞ at first.
     top: Vec<T>,
-    /// The sum of exponentials of the scores less the largest.
+    /// The sum of the exponentials of all scores minus the largest.
     sum: Vec<T>,
     /// The factor by which the last block shrinks the earlier sums.
     shrink: Vec<T>,
@@ -382,11 +402,11 @@ impl<T: Float> QueryState<T> {
     }
 }
 
-/// Makes weights of the scores of a block.
+/// Converts the scores of a block to weights.
 struct WeighScores<'a, T> {
     block: ScoreBlock,
     scores: &'a mut [T],
-    rows: &'a mut QueryState<T>,
+    state: &'a mut QueryState<T>,
 }
 
 impl<T: Float> NullaryFnOnce for WeighScores<'_, T> {
@@ -394,31 +414,32 @@ impl<T: Float> NullaryFnOnce for WeighScores<'_, T> {
 
     #[inline(always)]
     fn call(self) {
-        let Self { block, scores, rows } = self;
+        let Self { block, scores, state } = self;
         for (row, scores) in scores.chunks_exact_mut(block.keys).take(block.queries).enumerate() {
-            let (seen, hidden) = scores.split_at_mut(block.visible(row));
+            let (seen, hidden) = scores.split_at_mut(block.n_visible(row));
             let query = block.first_query + row;
-            let top = rows.top[query].max_known(max(seen));
-            // With no score but −∞ so far, differences from the largest would be NaN for good.
+            let top = state.top[query].max_known(max(seen));
+            // While all scores are −∞, their differences from the largest would be NaN, and so
+            // would all later sums.
             let base = if top == -T::INFINITY { T::ZERO } else { top };
             for score in &mut *seen {
                 *score = (*score - base).exp();
             }
             hidden.fill(T::ZERO);
-            rows.shrink[query] = (rows.top[query] - base).exp();
-            rows.sum[query] = rows.sum[query] * rows.shrink[query] + sum1(seen, |weight| weight);
-            rows.top[query] = top;
+            state.shrink[query] = (state.top[query] - base).exp();
+            state.sum[query] = state.sum[query] * state.shrink[query] + sum1(seen, |weight| weight);
+            state.top[query] = top;
         }
     }
 }
 
-/// Multiplies a row.
-struct ScaleAndAdd<'a, T> {
+/// Multiplies a row by a factor.
+struct ScaleRow<'a, T> {
     row: &'a mut [T],
     factor: T,
 }
 
-impl<T: Float> NullaryFnOnce for ScaleAndAdd<'_, T> {
+impl<T: Float> NullaryFnOnce for ScaleRow<'_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -429,17 +450,20 @@ impl<T: Float> NullaryFnOnce for ScaleAndAdd<'_, T> {
     }
 }
 
-/// The results of the forward pass and their gradient, all as [batch, queries, heads, size].
+/// The results of the forward pass.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AttentionResults<'a, T> {
+    /// [batch, queries, heads, size]
     pub(crate) out: &'a [T],
+    /// The gradient of `out`, in the same layout.
     pub(crate) grad: &'a [T],
+    /// [batch, heads, queries]
     pub(crate) log_sums: &'a [T],
 }
 
-/// The positions of the gradients of query, key and value.
+/// The layouts of the gradients of query, key and value.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct GradientTargets {
+pub(crate) struct GradientLayouts {
     pub(crate) query: HeadLayout,
     pub(crate) key: HeadLayout,
     pub(crate) value: HeadLayout,
@@ -451,14 +475,17 @@ pub(crate) fn backward_packed<T: Float>(
     results: AttentionResults<'_, T>,
     len: usize,
 ) -> Vec<T> {
-    let targets =
-        GradientTargets { query: inputs.query.1, key: inputs.key.1, value: inputs.value.1 };
-    // SAFETY: Packed rows consist of the heads of queries, keys and values, and all of these are
-    // written.
+    let layouts = GradientLayouts {
+        query: inputs.query.layout,
+        key: inputs.key.layout,
+        value: inputs.value.layout,
+    };
+    // SAFETY: Packed rows consist of the heads of queries, keys and values, and all of these heads
+    // are written.
     unsafe {
         vec_written_by(len, |start| {
             let out = || SharedOutput { start, len };
-            backward(inputs, results, targets, &[out(), out(), out()]);
+            backward(inputs, results, layouts, &[out(), out(), out()]);
         })
     }
 }
@@ -468,31 +495,31 @@ pub(crate) fn backward_separate<T: Float>(
     inputs: &AttentionInputs<'_, T>,
     results: AttentionResults<'_, T>,
 ) -> [Vec<T>; 3] {
-    let dense = |heads: HeadLayout| {
-        let HeadLayout { length, count, size, .. } = heads;
+    let dense = |layout: HeadLayout| {
+        let HeadLayout { length, count, size, .. } = layout;
         HeadLayout::packed(length, count, size, count * size, 0)
     };
-    let len = |heads: HeadLayout| inputs.batch * heads.length * heads.count * heads.size;
-    let targets = GradientTargets {
-        query: dense(inputs.query.1),
-        key: dense(inputs.key.1),
-        value: dense(inputs.value.1),
+    let len = |layout: HeadLayout| inputs.batch * layout.length * layout.count * layout.size;
+    let layouts = GradientLayouts {
+        query: dense(inputs.query.layout),
+        key: dense(inputs.key.layout),
+        value: dense(inputs.value.layout),
     };
-    let query = len(targets.query);
-    let key = len(targets.key);
-    let value = len(targets.value);
+    let query_len = len(layouts.query);
+    let key_len = len(layouts.key);
+    let value_len = len(layouts.value);
     let mut gradients = [Vec::new(), Vec::new(), Vec::new()];
     // SAFETY: all heads of queries, keys and values are written.
     unsafe {
-        gradients[0] = vec_written_by(query, |of_query| {
-            gradients[1] = vec_written_by(key, |of_key| {
-                gradients[2] = vec_written_by(value, |of_value| {
+        gradients[0] = vec_written_by(query_len, |query_start| {
+            gradients[1] = vec_written_by(key_len, |key_start| {
+                gradients[2] = vec_written_by(value_len, |value_start| {
                     let out = [
-                        SharedOutput { start: of_query, len: query },
-                        SharedOutput { start: of_key, len: key },
-                        SharedOutput { start: of_value, len: value },
+                        SharedOutput { start: query_start, len: query_len },
+                        SharedOutput { start: key_start, len: key_len },
+                        SharedOutput { start: value_start, len: value_len },
                     ];
-                    backward(inputs, results, targets, &out);
+                    backward(inputs, results, layouts, &out);
                 });
             });
         });
@@ -504,17 +531,17 @@ pub(crate) fn backward_separate<T: Float>(
 fn backward<T: Float>(
     inputs: &AttentionInputs<'_, T>,
     results: AttentionResults<'_, T>,
-    targets: GradientTargets,
+    layouts: GradientLayouts,
     out: &[SharedOutput<T>; 3],
 ) {
-    let key_heads = inputs.key.1.count;
+    let key_heads = inputs.key.layout.count;
     (0..inputs.batch * key_heads).into_par_iter().for_each_init(
-        || GradientScratch::new(block_elements(inputs)),
+        || GradientScratch::new(max_block_elements(inputs)),
         |scratch, task| {
             let key_head = (task / key_heads, task % key_heads);
-            // SAFETY: each head of the keys, and with it the heads of the queries that share it, is
-            // one task's alone.
-            unsafe { backward_head(inputs, results, targets, out, key_head, scratch) };
+            // SAFETY: each key head belongs to one task alone, and so do the query heads that share
+            // it.
+            unsafe { backward_head(inputs, results, layouts, out, key_head, scratch) };
         },
     );
 }
@@ -539,51 +566,52 @@ impl<T: Float> GradientScratch<T> {
 unsafe fn backward_head<T: Float>(
     inputs: &AttentionInputs<'_, T>,
     results: AttentionResults<'_, T>,
-    targets: GradientTargets,
+    layouts: GradientLayouts,
     out: &[SharedOutput<T>; 3],
     key_head: (usize, usize),
     scratch: &mut GradientScratch<T>,
 ) {
-    let [_, of_key, of_value] = out;
-    // SAFETY: the heads are this task's alone, as the caller promises.
+    let [_, key_out, value_out] = out;
+    // SAFETY: the heads belong to this task alone, as the caller promises.
     unsafe {
-        of_key.clear(targets.key, key_head);
-        of_value.clear(targets.value, key_head);
+        key_out.clear(layouts.key, key_head);
+        value_out.clear(layouts.value, key_head);
     }
-    let HeadLayout { length, count: heads, .. } = inputs.query.1;
-    let batch = key_head.0;
-    let group = inputs.group();
-    for head in key_head.1 * group..(key_head.1 + 1) * group {
-        let weighted_sums = weighted_sums(inputs, results, (batch, head));
+    let HeadLayout { length, count: heads, .. } = inputs.query.layout;
+    let (batch, key_head_index) = key_head;
+    let group_size = inputs.group_size();
+    for head in key_head_index * group_size..(key_head_index + 1) * group_size {
+        let weighted_sums = sum_weighted_gradients(inputs, results, (batch, head));
         let log_sums = &results.log_sums[(batch * heads + head) * length..][..length];
         for block in blocks(inputs, (batch, head)) {
             scratch.fill(inputs, results, block, log_sums, &weighted_sums);
             // SAFETY: The heads belong to this task, as the caller guarantees. The gradients of
             // keys and values were cleared. Among a query's blocks, the block of the first keys
-            // comes first and writes; the others add.
-            unsafe { add_block(inputs, results, targets, out, &block, scratch) };
+            // comes first and writes; the other blocks add.
+            unsafe { add_block(inputs, results, layouts, out, &block, scratch) };
         }
     }
 }
 
 /// Returns the layout of a head's results and their gradients.
-fn place_of_results<T: Float>(inputs: &AttentionInputs<'_, T>) -> HeadLayout {
-    let (HeadLayout { length, count, .. }, size) = (inputs.query.1, inputs.value.1.size);
+fn result_layout<T: Float>(inputs: &AttentionInputs<'_, T>) -> HeadLayout {
+    let HeadLayout { length, count, .. } = inputs.query.layout;
+    let size = inputs.value.layout.size;
     HeadLayout::packed(length, count, size, count * size, 0)
 }
 
 /// Returns for each query the sum of its weights times their gradients, which equals the sum of its
 /// result times the result's gradient.
-fn weighted_sums<T: Float>(
+fn sum_weighted_gradients<T: Float>(
     inputs: &AttentionInputs<'_, T>,
     results: AttentionResults<'_, T>,
     head: (usize, usize),
 ) -> Vec<T> {
-    let place = place_of_results(inputs);
-    (0..place.length)
+    let layout = result_layout(inputs);
+    (0..layout.length)
         .map(|row| {
-            let x = place.row(results.out, head, row);
-            let y = place.row(results.grad, head, row);
+            let x = layout.row(results.out, head, row);
+            let y = layout.row(results.grad, head, row);
             vectorized(DotRow { x, y })
         })
         .collect()
@@ -600,11 +628,11 @@ impl<T: Float> GradientScratch<T> {
         weighted_sums: &[T],
     ) {
         let ScoreBlock { head, first_query, queries, first_key, keys, .. } = block;
-        inputs.scores(&block, &mut self.weights);
-        let grad = place_of_results(inputs).matrix(results.grad, head, first_query, queries);
-        let value = inputs.value.1.matrix(inputs.value.0, block.key_head(inputs), first_key, keys);
-        let rows = MatrixLayout::rows(queries, keys, keys);
-        multiply_into(&mut self.grads, rows, grad, value.t(), StoreMode::Set, T::ONE);
+        inputs.compute_scores(&block, &mut self.weights);
+        let grad = result_layout(inputs).matrix(results.grad, head, first_query, queries);
+        let value = inputs.value.matrix(block.key_head(inputs), first_key, keys);
+        let layout = MatrixLayout::rows(queries, keys, keys);
+        multiply_into(&mut self.grads, layout, grad, value.t(), StoreMode::Set, T::ONE);
         let weights = &mut self.weights[..];
         let grads = &mut self.grads[..];
         let scale = inputs.scale;
@@ -622,8 +650,8 @@ impl<T: Float> GradientScratch<T> {
 unsafe fn add_block<T: Float>(
     inputs: &AttentionInputs<'_, T>,
     results: AttentionResults<'_, T>,
-    targets: GradientTargets,
-    [of_query, of_key, of_value]: &[SharedOutput<T>; 3],
+    layouts: GradientLayouts,
+    [query_out, key_out, value_out]: &[SharedOutput<T>; 3],
     block: &ScoreBlock,
     scratch: &GradientScratch<T>,
 ) {
@@ -631,17 +659,17 @@ unsafe fn add_block<T: Float>(
     let key_head = block.key_head(inputs);
     let weights = MatrixView::contiguous(&scratch.weights, queries, keys).t();
     let grads = MatrixView::contiguous(&scratch.grads, queries, keys);
-    let query = inputs.query.1.matrix(inputs.query.0, head, first_query, queries);
-    let key = inputs.key.1.matrix(inputs.key.0, key_head, first_key, keys);
-    let grad = place_of_results(inputs).matrix(results.grad, head, first_query, queries);
+    let query = inputs.query.matrix(head, first_query, queries);
+    let key = inputs.key.matrix(key_head, first_key, keys);
+    let grad = result_layout(inputs).matrix(results.grad, head, first_query, queries);
     let store = if first_key == 0 { StoreMode::Set } else { StoreMode::Add };
     let queries_at = (head, first_query);
     let keys_at = (key_head, first_key);
     // SAFETY: as the caller promises.
     unsafe {
-        of_query.multiply(targets.query, queries_at, grads, key, store, queries);
-        of_key.multiply(targets.key, keys_at, grads.t(), query, StoreMode::Add, keys);
-        of_value.multiply(targets.value, keys_at, weights, grad, StoreMode::Add, keys);
+        query_out.multiply(layouts.query, queries_at, grads, key, store, queries);
+        key_out.multiply(layouts.key, keys_at, grads.t(), query, StoreMode::Add, keys);
+        value_out.multiply(layouts.value, keys_at, weights, grad, StoreMode::Add, keys);
     }
 }
 
@@ -668,7 +696,7 @@ struct UnweighScores<'a, T> {
     /// Gradients of the weights before, of q·kᵀ after.
     grads: &'a mut [T],
     log_sums: &'a [T],
-    /// See [`weighted_sums`].
+    /// The results of [`sum_weighted_gradients`].
     weighted_sums: &'a [T],
     scale: T,
 }
@@ -684,13 +712,13 @@ impl<T: Float> NullaryFnOnce for UnweighScores<'_, T> {
             let query = self.block.first_query + row;
             let log_sum = self.log_sums[query];
             let weighted_sums = self.weighted_sums[query];
-            let visible = self.block.visible(row);
-            for (weight, grad) in weights[..visible].iter_mut().zip(&mut grads[..visible]) {
+            let n_visible = self.block.n_visible(row);
+            for (weight, grad) in weights[..n_visible].iter_mut().zip(&mut grads[..n_visible]) {
                 *weight = (*weight - log_sum).exp();
                 *grad = *weight * (*grad - weighted_sums) * self.scale;
             }
-            weights[visible..].fill(T::ZERO);
-            grads[visible..].fill(T::ZERO);
+            weights[n_visible..].fill(T::ZERO);
+            grads[n_visible..].fill(T::ZERO);
         }
     }
 }

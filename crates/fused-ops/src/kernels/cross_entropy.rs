@@ -1,7 +1,7 @@
 //! Cross-entropy of rows of logits, with its gradient.
 //!
-//! Kept for the backward pass is one number per row, the logarithm of its sum of exponentials; the
-//! probabilities are computed again.
+//! For the backward pass, one number per row is stored, the logarithm of its sum of exponentials.
+//! The backward pass recomputes the probabilities.
 
 use pulp::NullaryFnOnce;
 
@@ -32,18 +32,18 @@ pub(crate) struct LossRule<T> {
 }
 
 impl<T: Float> LossRule<T> {
-    fn weight_of(&self, class: usize) -> f64 {
+    fn class_weight(&self, class: usize) -> f64 {
         self.class_weights.as_ref().map_or(1.0, |weights| weights[class].to_f64())
     }
 
-    fn weight_of_all(&self) -> f64 {
+    fn total_class_weight(&self) -> f64 {
         match &self.class_weights {
             None => self.classes as f64,
             Some(weights) => weights.iter().map(|weight| weight.to_f64()).sum(),
         }
     }
 
-    fn block(&self) -> usize {
+    fn rows_per_block(&self) -> usize {
         rows_per_block(self.classes)
     }
 }
@@ -54,7 +54,7 @@ pub(crate) fn forward<T: Float>(
     targets: &[RowTarget],
     rule: &LossRule<T>,
 ) -> (f64, Vec<T>) {
-    let rows = rule.block();
+    let rows = rule.rows_per_block();
     let (log_sums, losses) = vec_of_blocks(targets.len(), rows, |block, out| {
         let x = block_of(x, block, rows * rule.classes);
         let targets = block_of(targets, block, rows);
@@ -94,7 +94,7 @@ impl<T: Float> NullaryFnOnce for ForwardKernel<'_, '_, T> {
 /// Returns the loss of a row.
 #[inline(always)]
 fn loss<T: Float>(x: &[T], class: usize, log_sum: f64, rule: &LossRule<T>) -> f64 {
-    let own = rule.weight_of(class) * (log_sum - x[class].to_f64());
+    let own = rule.class_weight(class) * (log_sum - x[class].to_f64());
     if rule.smoothing == 0.0 {
         return own;
     }
@@ -102,7 +102,7 @@ fn loss<T: Float>(x: &[T], class: usize, log_sum: f64, rule: &LossRule<T>) -> f6
         None => sum1(x, |x| x),
         Some(weights) => sum2(x, weights, |x, weight| x * weight),
     };
-    let all = rule.weight_of_all() * log_sum - logits.to_f64();
+    let all = rule.total_class_weight() * log_sum - logits.to_f64();
     (1.0 - rule.smoothing) * own + rule.smoothing / rule.classes as f64 * all
 }
 
@@ -114,14 +114,14 @@ pub(crate) fn backward<T: Float>(
     rule: &LossRule<T>,
     grad: f64,
 ) -> Vec<T> {
-    let rows = rule.block();
-    let weight_of_all = rule.weight_of_all();
+    let rows = rule.rows_per_block();
+    let total_class_weight = rule.total_class_weight();
     let block_len = rows * rule.classes;
     let (grads, _) = vec_of_blocks(x.len(), block_len, |block, out: &mut FillBlock<'_, T>| {
         let x = block_of(x, block, block_len);
         let targets = block_of(targets, block, rows);
         let log_sums = block_of(log_sums, block, rows);
-        vectorized(BackwardKernel { x, targets, log_sums, rule, weight_of_all, grad, out });
+        vectorized(BackwardKernel { x, targets, log_sums, rule, total_class_weight, grad, out });
     });
     grads
 }
@@ -131,7 +131,7 @@ struct BackwardKernel<'a, 'b, T> {
     targets: &'a [RowTarget],
     log_sums: &'a [T],
     rule: &'a LossRule<T>,
-    weight_of_all: f64,
+    total_class_weight: f64,
     grad: f64,
     out: &'a mut FillBlock<'b, T>,
 }
@@ -141,7 +141,7 @@ impl<T: Float> NullaryFnOnce for BackwardKernel<'_, '_, T> {
 
     #[inline(always)]
     fn call(self) {
-        let Self { rule, grad, weight_of_all, .. } = self;
+        let Self { rule, grad, total_class_weight, .. } = self;
         let rows = self.x.chunks_exact(rule.classes).zip(self.targets).zip(self.log_sums);
         for ((x, &RowTarget { class, weight }), &log_sum) in rows {
             let weight = weight * grad;
@@ -149,9 +149,9 @@ impl<T: Float> NullaryFnOnce for BackwardKernel<'_, '_, T> {
                 self.out.push1(x, |_| T::ZERO);
                 continue;
             }
-            let own = weight * (1.0 - rule.smoothing) * rule.weight_of(class);
+            let own = weight * (1.0 - rule.smoothing) * rule.class_weight(class);
             let share = weight * rule.smoothing / rule.classes as f64;
-            let all = T::round_from_f64(own + share * weight_of_all);
+            let all = T::round_from_f64(own + share * total_class_weight);
             let each = T::round_from_f64(share);
             let probability = |x: T| (x - log_sum).exp();
             let row = match &rule.class_weights {

@@ -1,10 +1,10 @@
-//! Elements set to zero by a counter-based generator: no mask is kept, for the same numbers come
-//! again in the backward pass.
+//! Elements set to zero by a counter-based generator. No mask is stored, because the backward pass
+//! generates the same numbers again.
 //!
 //! The generator is Philox 4×32 with ten rounds (Salmon, Moraes, Dror and Shaw, "Parallel random
 //! numbers: as easy as 1, 2, 3", 2011), as in PyTorch and JAX on GPUs. One counter gives four
-//! numbers; [`COUNTERS`] counters are worked on together, and the numbers of a group are used in
-//! the order: first of all counters, second of all, … .
+//! numbers. [`COUNTERS`] counters are processed together as a group; the numbers of a group are
+//! used in this order: the first of every counter, then the second of every counter, and so on.
 
 use std::iter;
 
@@ -18,10 +18,10 @@ use super::{
 };
 use crate::config::DropoutKey;
 
-/// Counters worked on together: as many as fill the widest vector.
+/// Counters of a group: enough to fill the widest vector.
 const COUNTERS: usize = 16;
 
-/// Elements that one group of counters decides about. It divides the elements of a block.
+/// Elements that one group of counters decides about. This number divides the elements of a block.
 const GROUP: usize = 4 * COUNTERS;
 
 /// The elements to drop.
@@ -31,14 +31,14 @@ pub(crate) struct DropSpec {
     pub(crate) call: u64,
     /// The index of the first element.
     pub(crate) offset: u64,
-    /// Numbers below it drop their element.
+    /// An element is dropped if its random number is below this.
     pub(crate) threshold: u32,
     /// The factor for the other elements.
     pub(crate) scale: f64,
 }
 
 impl DropSpec {
-    /// Drops with a probability that is at least 0 and less than 1.
+    /// Drops elements with a probability that is at least 0 and less than 1.
     pub(crate) fn new(probability: f64, key: DropoutKey) -> Self {
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "below 2^32")]
         let threshold = (probability * 4_294_967_296.0) as u32;
@@ -49,14 +49,14 @@ impl DropSpec {
 
 /// Returns the elements of `x`, multiplied by 0 or the scale.
 pub(crate) fn apply<T: Float>(x: &[T], drop: DropSpec) -> Vec<T> {
-    let (kept, _) =
+    let (result, _) =
         vec_of_blocks(x.len(), ELEMENTS_PER_BLOCK, |block, out: &mut FillBlock<'_, T>| {
             let x = block_of(x, block, ELEMENTS_PER_BLOCK);
             let groups_before = (block * (ELEMENTS_PER_BLOCK / GROUP)) as u64;
             let first_group = drop.offset / GROUP as u64 + groups_before;
             vectorized(ApplyDropout { x, drop, first_group, out });
         });
-    kept
+    result
 }
 
 struct ApplyDropout<'a, 'b, T> {
@@ -72,12 +72,13 @@ impl<T: Float> NullaryFnOnce for ApplyDropout<'_, '_, T> {
     #[inline(always)]
     fn call(self) {
         let scale = T::round_from_f64(self.drop.scale);
-        // Elements may begin within a group. Blocks are whole groups, so each begins as far within.
+        // The first element may be in the middle of a group. Blocks are whole groups, so each block
+        // begins at the same place in its group.
         #[expect(clippy::cast_possible_truncation, reason = "less than a group")]
         let mut skipped = (self.drop.offset % GROUP as u64) as usize;
         let (head, rest) = self.x.split_at(self.x.len().min(GROUP - skipped));
         for (group, x) in iter::once(head).chain(rest.chunks(GROUP)).enumerate() {
-            let numbers = numbers(self.drop, self.first_group + group as u64);
+            let numbers = random_numbers(self.drop, self.first_group + group as u64);
             let mut factors = [scale; GROUP];
             for (factor, number) in factors.iter_mut().zip(numbers) {
                 *factor = if number < self.drop.threshold { T::ZERO } else { scale };
@@ -92,7 +93,7 @@ impl<T: Float> NullaryFnOnce for ApplyDropout<'_, '_, T> {
 #[inline(always)]
 #[allow(clippy::cast_possible_truncation, reason = "counters and keys are cut into words")]
 #[allow(clippy::needless_range_loop, reason = "a counter's words stand in four rows")]
-fn numbers(drop: DropSpec, group: u64) -> [u32; GROUP] {
+fn random_numbers(drop: DropSpec, group: u64) -> [u32; GROUP] {
     let mut words = [[0; COUNTERS]; 4];
     for index in 0..COUNTERS {
         let counter = group * COUNTERS as u64 + index as u64;
@@ -109,7 +110,7 @@ fn numbers(drop: DropSpec, group: u64) -> [u32; GROUP] {
     numbers
 }
 
-/// Ten rounds over the four words of each counter.
+/// Applies ten rounds to the four words of each counter.
 #[inline(always)]
 #[allow(clippy::cast_possible_truncation, reason = "a product is cut into its halves")]
 #[allow(clippy::needless_range_loop, reason = "a counter's words stand in four rows")]

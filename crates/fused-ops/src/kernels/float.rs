@@ -1,4 +1,5 @@
-//! The numbers that kernels compute with: [`f32`] and [`f64`], with functions that become vectors.
+//! The number types of kernels, [`f32`] and [`f64`], with functions that the compiler can
+//! vectorize.
 
 #![allow(clippy::excessive_precision, reason = "constants are written in full, and rounded once")]
 
@@ -8,8 +9,8 @@ use candle_core::WithDType;
 
 /// A number type that kernels compute with.
 ///
-/// The functions are branch-free sequences of separately rounded operations without calls. So a
-/// loop over them becomes vector instructions, and each lane has the same bits as a scalar.
+/// The functions are branch-free sequences of separately rounded operations without calls. So the
+/// compiler can vectorize loops over them, and each lane has the same bits as a scalar.
 pub(crate) trait Float: WithDType + Neg<Output = Self> {
     const ZERO: Self;
     const ONE: Self;
@@ -113,10 +114,11 @@ macro_rules! float {
                 let rest = (x - exponent * $ln_2_high) - exponent * $ln_2_low;
                 let tail = polynomial(&$exp, rest) * rest * rest;
                 let mantissa = $float::ONE + (rest + tail);
-                // Half of the power, since 2^128 is no number but results up to 2 · 2^127 are.
-                let half_power =
+                // Half of the power of two, because the power overflows at 2^128 though the result
+                // may still be finite.
+                let half_power_bits =
                     rounded.to_bits().wrapping_sub($float::to_bits($round)).wrapping_add($bias - 1);
-                let half_power = $float::from_bits(half_power << $mantissa_bits);
+                let half_power = $float::from_bits(half_power_bits << $mantissa_bits);
                 let result = mantissa * half_power * 2.0;
                 if self < $lowest { 0.0 } else { result }
             }
@@ -138,10 +140,10 @@ float! {
     ln_2: (0.693_359_375, -2.121_944_4e-4),
     mantissa_bits: 23, bias: 127,
     lowest: -86.6, highest: 89.0,
-    // Taylor's, from 1/7! to 1/2!: the next term is below 6e-9 where |rest| ≤ ln 2 / 2.
+    // Taylor coefficients from 1/7! to 1/2!: the next term is below 6e-9 where |rest| ≤ ln 2 / 2.
     exp: [1.0 / 5_040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5],
-    // Chebyshev's fit of (1 + z) e^(z²) erfc(z) / 2 over t = (z − 2) / (z + 2), z from 0 to 10,
-    // made with 50 digits: off by 9.6e-9 at most.
+    // Chebyshev fit of (1 + z) e^(z²) erfc(z) / 2 over t = (z − 2) / (z + 2), z from 0 to 10,
+    // computed with 50 digits. Its error is at most 9.6e-9.
     erfc: {
         center: 2.0,
         largest: 10.0,
@@ -158,13 +160,14 @@ float! {
     ln_2: (0.693_147_180_369_123_8, 1.908_214_929_270_587_7e-10),
     mantissa_bits: 52, bias: 1023,
     lowest: -707.0, highest: 710.0,
-    // Taylor's, from 1/13! to 1/2!: the next term is below 5e-18 where |rest| ≤ ln 2 / 2.
+    // Taylor coefficients from 1/13! to 1/2!: the next term is below 5e-18 where |rest| ≤ ln 2 / 2.
     exp: [
         1.0 / 6_227_020_800.0, 1.0 / 479_001_600.0, 1.0 / 39_916_800.0, 1.0 / 3_628_800.0,
         1.0 / 362_880.0, 1.0 / 40_320.0, 1.0 / 5_040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0,
         1.0 / 6.0, 0.5,
     ],
-    // As above over t = (z − 3) / (z + 3), z from 0 to 28: off by 2.2e-18 at most.
+    // The same fit as above over t = (z − 3) / (z + 3), z from 0 to 28. Its error is at most
+    // 2.2e-18.
     erfc: {
         center: 3.0,
         largest: 28.0,

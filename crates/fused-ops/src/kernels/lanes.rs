@@ -6,8 +6,8 @@
 
 use super::float::Float;
 
-/// As many as fill two of the widest vectors, so that one addition need not wait for the one
-/// before.
+/// The number of lanes: enough to fill two of the widest vectors, so that additions do not wait for
+/// each other.
 const LANES: usize = 32;
 
 /// Returns the sum of `f` over a slice.
@@ -75,7 +75,7 @@ pub(crate) fn max<T: Float>(x: &[T]) -> T {
     fold(lanes, T::max_known)
 }
 
-/// Joins the upper half of the lanes with the lower, until one is left.
+/// Joins the upper half of the lanes with the lower half, repeatedly, until one lane is left.
 #[inline(always)]
 fn fold<T: Float>(mut lanes: [T; LANES], join: impl Fn(T, T) -> T) -> T {
     let mut width = LANES / 2;

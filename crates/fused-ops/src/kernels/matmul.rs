@@ -1,12 +1,9 @@
 //! Matrix products of strided views, by the crate `gemm`.
 //!
-//! `gemm` cuts its work for threads along rows and columns of the result only, so the bits do not
-//! depend on their number.
+//! `gemm` divides the work among threads only along rows and columns of the result, so the bits do
+//! not depend on the number of threads.
 
-#![allow(
-    unsafe_code,
-    reason = "`gemm` takes addresses and strides; the views here have checked them"
-)]
+#![allow(unsafe_code, reason = "`gemm` takes addresses and strides, which the views here check")]
 
 use gemm::Parallelism;
 
@@ -16,10 +13,10 @@ use super::{float::Float, memory};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MatrixView<'a, T> {
     data: &'a [T],
-    place: MatrixLayout,
+    layout: MatrixLayout,
 }
 
-/// The layout of a matrix, in elements from its first.
+/// The layout of a matrix, relative to its first element.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MatrixLayout {
     pub(crate) rows: usize,
@@ -29,12 +26,12 @@ pub(crate) struct MatrixLayout {
 }
 
 impl MatrixLayout {
-    /// Rows that follow one another with `stride` elements from start to start.
+    /// Returns the layout of rows whose starts are `stride` elements apart.
     pub(crate) fn rows(rows: usize, columns: usize, stride: usize) -> Self {
         Self { rows, columns, row_stride: stride, column_stride: 1 }
     }
 
-    /// Returns the number of elements from the first to the last.
+    /// Returns the number of elements from the first to the last of the matrix, with any gaps.
     fn extent(self) -> usize {
         if self.rows == 0 || self.columns == 0 {
             return 0;
@@ -50,25 +47,25 @@ impl MatrixLayout {
 
 impl<'a, T: Float> MatrixView<'a, T> {
     /// Returns a matrix at the start of `data`, which must contain its last element.
-    pub(crate) fn new(data: &'a [T], place: MatrixLayout) -> Self {
-        assert!(place.extent() <= data.len(), "a matrix reaches beyond its data");
-        Self { data, place }
+    pub(crate) fn new(data: &'a [T], layout: MatrixLayout) -> Self {
+        assert!(layout.extent() <= data.len(), "a matrix reaches beyond its data");
+        Self { data, layout }
     }
 
-    /// Rows one after another.
+    /// Returns a matrix of adjacent rows at the start of `data`.
     pub(crate) fn contiguous(data: &'a [T], rows: usize, columns: usize) -> Self {
         Self::new(data, MatrixLayout::rows(rows, columns, columns))
     }
 
     pub(crate) fn t(self) -> Self {
-        Self { data: self.data, place: self.place.transposed() }
+        Self { data: self.data, layout: self.layout.transposed() }
     }
 }
 
 /// The threads that a product may use.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum ProductThreads {
-    /// Only the calling thread; the others have other work.
+    /// Only the calling thread, because the other threads are busy.
     One,
     /// All of the caller's pool.
     Pool,
@@ -91,14 +88,14 @@ pub(crate) fn product<T: Float>(
     b: MatrixView<'_, T>,
     threads: ProductThreads,
 ) -> Vec<T> {
-    let rows = a.place.rows;
-    let columns = b.place.columns;
-    let place = MatrixLayout::rows(rows, columns, columns);
+    let rows = a.layout.rows;
+    let columns = b.layout.columns;
+    let layout = MatrixLayout::rows(rows, columns, columns);
     // SAFETY: the vector has room for rows · columns elements at these strides, and all of them are
     // written.
     unsafe {
         memory::vec_written_by(rows * columns, |out| {
-            multiply(out, place, a, b, StoreMode::Set, T::ONE, threads);
+            multiply(out, layout, a, b, StoreMode::Set, T::ONE, threads);
         })
     }
 }
@@ -114,7 +111,7 @@ pub(crate) fn product_of_rows<T: Float>(
     rows: usize,
     b: MatrixView<'_, T>,
 ) -> Vec<T> {
-    let columns = b.place.columns;
+    let columns = b.layout.columns;
     let padded_rows = fewest_rows(columns);
     if rows == 0 || rows >= padded_rows {
         return product(MatrixView::contiguous(x, rows, width), b, ProductThreads::Pool);
@@ -138,7 +135,7 @@ fn fewest_rows(columns: usize) -> usize {
 /// The treatment of the result's previous elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StoreMode {
-    /// They are written over.
+    /// They are overwritten.
     Set,
     /// The product is added to them.
     Add,
@@ -147,15 +144,15 @@ pub(crate) enum StoreMode {
 /// Writes or adds `scale` · `a` · `b` to a matrix at the start of `out`.
 pub(crate) fn multiply_into<T: Float>(
     out: &mut [T],
-    place: MatrixLayout,
+    layout: MatrixLayout,
     a: MatrixView<'_, T>,
     b: MatrixView<'_, T>,
     store: StoreMode,
     scale: T,
 ) {
-    assert!(place.extent() <= out.len(), "a product reaches beyond its memory");
+    assert!(layout.extent() <= out.len(), "a product reaches beyond its memory");
     // SAFETY: the slice reaches to the last element, and all of it may be read and written.
-    unsafe { multiply(out.as_mut_ptr(), place, a, b, store, scale, ProductThreads::One) }
+    unsafe { multiply(out.as_mut_ptr(), layout, a, b, store, scale, ProductThreads::One) }
 }
 
 /// Writes or adds `scale` · `a` · `b` to the matrix at `out`.
@@ -166,7 +163,7 @@ pub(crate) fn multiply_into<T: Float>(
 /// other thread may access them meanwhile, and no two elements may share an address.
 pub(super) unsafe fn multiply<T: Float>(
     out: *mut T,
-    place: MatrixLayout,
+    layout: MatrixLayout,
     a: MatrixView<'_, T>,
     b: MatrixView<'_, T>,
     store: StoreMode,
@@ -174,9 +171,9 @@ pub(super) unsafe fn multiply<T: Float>(
     threads: ProductThreads,
 ) {
     assert!(
-        a.place.rows == place.rows
-            && b.place.columns == place.columns
-            && a.place.columns == b.place.rows,
+        a.layout.rows == layout.rows
+            && b.layout.columns == layout.columns
+            && a.layout.columns == b.layout.rows,
         "a product of matrices that do not fit"
     );
     // SAFETY: `MatrixView` has checked that the factors lie in their slices, and the caller that the
@@ -184,19 +181,19 @@ pub(super) unsafe fn multiply<T: Float>(
     // `StoreMode::Set` it reads no element of the result.
     unsafe {
         gemm::gemm(
-            place.rows,
-            place.columns,
-            a.place.columns,
+            layout.rows,
+            layout.columns,
+            a.layout.columns,
             out,
-            stride(place.column_stride),
-            stride(place.row_stride),
+            stride(layout.column_stride),
+            stride(layout.row_stride),
             store == StoreMode::Add,
             a.data.as_ptr(),
-            stride(a.place.column_stride),
-            stride(a.place.row_stride),
+            stride(a.layout.column_stride),
+            stride(a.layout.row_stride),
             b.data.as_ptr(),
-            stride(b.place.column_stride),
-            stride(b.place.row_stride),
+            stride(b.layout.column_stride),
+            stride(b.layout.row_stride),
             T::ONE,
             scale,
             false,

@@ -30,7 +30,7 @@ impl<'a, T: Float> FillBlock<'a, T> {
         self.written == self.memory.len()
     }
 
-    /// Returns the next `len` elements.
+    /// Returns the next `len` elements, which are not initialized.
     #[inline(always)]
     fn next(&mut self, len: usize) -> &mut [MaybeUninit<T>] {
         &mut self.memory[self.written..][..len]
@@ -40,7 +40,7 @@ impl<'a, T: Float> FillBlock<'a, T> {
     ///
     /// # Safety
     ///
-    /// They are.
+    /// The caller must have initialized these elements.
     #[inline(always)]
     unsafe fn advance(&mut self, len: usize) -> &mut [T] {
         let written = &mut self.memory[self.written..][..len];
@@ -107,8 +107,8 @@ impl<'a, T: Float> FillBlock<'a, T> {
         unsafe { self.advance(x.len()) }
     }
 
-    /// Appends the pairs that `f` makes of each pair of `x` and the elements of two slices of half
-    /// its length.
+    /// Appends a pair for each pair of elements of `x`: the result of `f` for the pair and one
+    /// element each of `y` and `z`, which have half the length of `x`.
     #[inline(always)]
     pub(crate) fn push_pairs(
         &mut self,
@@ -125,7 +125,7 @@ impl<'a, T: Float> FillBlock<'a, T> {
             out[0].write(first);
             out[1].write(second);
         }
-        // SAFETY: the loop writes two elements for each pair, and there is nothing but pairs.
+        // SAFETY: the loop writes two elements for each pair, and the length is even.
         unsafe { self.advance(x.len()) }
     }
 }

@@ -9,8 +9,8 @@ use rayon::prelude::*;
 /// cache.
 const BLOCK: usize = 1 << 14;
 
-/// The fewest rows per block. A backward pass adds one row of sums per block, which is cheap
-/// compared to this many rows.
+/// The fewest rows per block. A backward pass adds up one row of sums per block, which is cheap
+/// compared to the work for this many rows.
 const FEWEST_ROWS: usize = 16;
 
 /// Returns the number of rows of `width` elements per task.

@@ -22,15 +22,15 @@ pub(crate) enum PairLayout {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum RotationDirection {
     Forward,
-    /// The transposed rotation, which is the way of gradients.
+    /// The transposed rotation, for gradients.
     Back,
 }
 
-/// Rows, the angles of a row, and how positions follow from row numbers.
+/// The layout of the rows, and the angles for each position.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct RotationAngles<'a, T> {
+pub(crate) struct Rotation<'a, T> {
     pub(crate) pairs: PairLayout,
-    /// Elements of a row.
+    /// The number of elements of a row.
     pub(crate) size: usize,
     /// The number of consecutive rows with the same position.
     pub(crate) rows_per_position: usize,
@@ -40,25 +40,25 @@ pub(crate) struct RotationAngles<'a, T> {
     pub(crate) sin: &'a [T],
 }
 
-/// Returns all rows, rotated.
+/// Rotates all rows.
 pub(crate) fn rotate<T: Float>(
     x: &[T],
-    rotation: RotationAngles<'_, T>,
-    turn: RotationDirection,
+    rotation: Rotation<'_, T>,
+    direction: RotationDirection,
 ) -> Vec<T> {
     let rows = rows_per_block(rotation.size);
     let block_len = rows * rotation.size;
     vec_of_blocks(x.len(), block_len, |block, out: &mut FillBlock<'_, T>| {
         let x = block_of(x, block, block_len);
-        vectorized(RotateRows { x, rotation, turn, first_row: block * rows, out });
+        vectorized(RotateRows { x, rotation, direction, first_row: block * rows, out });
     })
     .0
 }
 
 struct RotateRows<'a, 'b, T> {
     x: &'a [T],
-    rotation: RotationAngles<'a, T>,
-    turn: RotationDirection,
+    rotation: Rotation<'a, T>,
+    direction: RotationDirection,
     first_row: usize,
     out: &'a mut FillBlock<'b, T>,
 }
@@ -68,9 +68,9 @@ impl<T: Float> NullaryFnOnce for RotateRows<'_, '_, T> {
 
     #[inline(always)]
     fn call(self) {
-        let RotationAngles { pairs, size, rows_per_position, positions, cos, sin } = self.rotation;
+        let Rotation { pairs, size, rows_per_position, positions, cos, sin } = self.rotation;
         let half = size / 2;
-        let way = match self.turn {
+        let sign = match self.direction {
             RotationDirection::Forward => T::ONE,
             RotationDirection::Back => -T::ONE,
         };
@@ -81,12 +81,12 @@ impl<T: Float> NullaryFnOnce for RotateRows<'_, '_, T> {
             match pairs {
                 PairLayout::Halves => {
                     let (a, b) = x.split_at(half);
-                    self.out.push4(a, b, cos, sin, |a, b, cos, sin| a * cos - b * (way * sin));
-                    self.out.push4(a, b, cos, sin, |a, b, cos, sin| b * cos + a * (way * sin));
+                    self.out.push4(a, b, cos, sin, |a, b, cos, sin| a * cos - b * (sign * sin));
+                    self.out.push4(a, b, cos, sin, |a, b, cos, sin| b * cos + a * (sign * sin));
                 }
                 PairLayout::Neighbors => {
                     self.out.push_pairs(x, cos, sin, |a, b, cos, sin| {
-                        (a * cos - b * (way * sin), b * cos + a * (way * sin))
+                        (a * cos - b * (sign * sin), b * cos + a * (sign * sin))
                     });
                 }
             }

@@ -13,20 +13,20 @@ use crate::config::AttentionConfig;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AttentionSizes {
-    /// Width of the residual stream.
+    /// The width of the residual stream.
     pub hidden: usize,
-    /// Heads of the queries.
+    /// The number of query heads.
     pub heads: usize,
     /// The number of heads of keys and values; it must divide `heads`. Default: `heads`.
     pub key_heads: usize,
-    /// Elements of a head. Default: `hidden` / `heads`.
+    /// The number of elements of a head. Default: `hidden` / `heads`.
     pub head_size: usize,
     /// Whether queries, keys and values have a bias, as in Qwen 2. Default: `false`.
     pub bias: bool,
 }
 
 impl AttentionSizes {
-    /// Divides `hidden` evenly over `heads`, each with separate keys.
+    /// Divides `hidden` evenly over `heads` query heads, each with its own key and value head.
     ///
     /// # Examples
     ///
@@ -39,21 +39,21 @@ impl AttentionSizes {
         Self { hidden, heads, key_heads: heads, head_size, bias: false }
     }
 
-    /// Lets several heads of the queries share one of the keys and values.
+    /// Sets the number of key and value heads, each shared by several query heads.
     #[must_use]
     pub fn with_key_heads(mut self, heads: usize) -> Self {
         self.key_heads = heads;
         self
     }
 
-    /// Makes heads of another size than `hidden` / `heads`.
+    /// Sets the size of a head, if it is not `hidden` / `heads`.
     #[must_use]
     pub fn with_head_size(mut self, size: usize) -> Self {
         self.head_size = size;
         self
     }
 
-    /// Gives queries, keys and values a bias.
+    /// Sets whether queries, keys and values have a bias.
     #[must_use]
     pub fn with_bias(mut self, bias: bool) -> Self {
         self.bias = bias;
@@ -93,7 +93,7 @@ impl Attention {
     ///
     /// # Errors
     ///
-    /// If they cannot be loaded.
+    /// Returns an error if a projection cannot be loaded.
     pub fn new(sizes: AttentionSizes, vb: &VarBuilder<'_>) -> Result<Self> {
         let AttentionSizes { hidden, heads, key_heads, head_size, bias } = sizes;
         Ok(Self {
@@ -120,7 +120,7 @@ impl Attention {
         rotation: Option<(&Tensor, &Tensor)>,
         config: &AttentionConfig,
     ) -> Result<Tensor> {
-        self.output.forward(&self.mix(x, rotation, config)?)
+        self.output.forward(&self.attend(x, rotation, config)?)
     }
 
     /// Returns `residual` + the result of [`forward`](Self::forward), and its norm, which the
@@ -137,14 +137,14 @@ impl Attention {
         residual: &Tensor,
         norm: &RmsNorm,
     ) -> Result<(Tensor, Tensor)> {
-        let mixed = self.mix(x, rotation, config)?;
+        let attended = self.attend(x, rotation, config)?;
         let weight = self.output.weight();
         let (norm_weight, epsilon) = (norm.weight(), norm.eps());
-        Ok(crate::linear_add_rms_norm(&mixed, weight, residual, norm_weight, epsilon)?)
+        Ok(crate::linear_add_rms_norm(&attended, weight, residual, norm_weight, epsilon)?)
     }
 
     /// Returns the concatenated results of the heads, the input of the output projection.
-    fn mix(
+    fn attend(
         &self,
         x: &Tensor,
         rotation: Option<(&Tensor, &Tensor)>,
@@ -152,18 +152,21 @@ impl Attention {
     ) -> Result<Tensor> {
         let AttentionSizes { heads, key_heads, .. } = self.sizes;
         let (query, key) = match rotation {
-            None => (self.split(x, &self.query, heads)?, self.split(x, &self.key, key_heads)?),
+            None => (
+                self.project_heads(x, &self.query, heads)?,
+                self.project_heads(x, &self.key, key_heads)?,
+            ),
             Some((cos, sin)) => (
-                rotated_heads(x, &self.query, (cos, sin))?,
-                rotated_heads(x, &self.key, (cos, sin))?,
+                project_and_rotate(x, &self.query, (cos, sin))?,
+                project_and_rotate(x, &self.key, (cos, sin))?,
             ),
         };
-        let value = self.split(x, &self.value, key_heads)?;
+        let value = self.project_heads(x, &self.value, key_heads)?;
         crate::attention(&query, &key, &value, config)?.flatten_from(2)
     }
 
     /// Projects `x`, and cuts it into heads.
-    fn split(&self, x: &Tensor, projection: &Linear, heads: usize) -> Result<Tensor> {
+    fn project_heads(&self, x: &Tensor, projection: &Linear, heads: usize) -> Result<Tensor> {
         let (batch, length, _) = x.dims3()?;
         projection.forward(x)?.reshape((batch, length, heads, self.sizes.head_size))
     }
@@ -171,7 +174,7 @@ impl Attention {
 
 /// Projects `x`, cuts it into heads, and rotates each position by its angles. Angles of two
 /// dimensions are the same for every row, angles of three dimensions differ between rows.
-fn rotated_heads(
+fn project_and_rotate(
     x: &Tensor,
     projection: &Linear,
     (cos, sin): (&Tensor, &Tensor),

@@ -74,7 +74,7 @@ impl From<candle_nn::Linear> for Linear {
 ///
 /// # Errors
 ///
-/// If they cannot be loaded.
+/// Returns an error if a parameter cannot be loaded.
 pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linear> {
     candle_nn::linear(in_dim, out_dim, vb).map(Linear::from)
 }

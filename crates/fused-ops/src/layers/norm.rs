@@ -68,7 +68,7 @@ impl From<candle_nn::RmsNorm> for RmsNorm {
 ///
 /// # Errors
 ///
-/// If the weight cannot be loaded.
+/// Returns an error if the weight cannot be loaded.
 pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder<'_>) -> Result<RmsNorm> {
     candle_nn::rms_norm(size, eps, vb).map(RmsNorm::from)
 }
@@ -133,7 +133,7 @@ impl From<candle_nn::LayerNorm> for LayerNorm {
 ///
 /// # Errors
 ///
-/// If they cannot be loaded.
+/// Returns an error if a parameter cannot be loaded.
 pub fn layer_norm(
     size: usize,
     config: impl Into<LayerNormConfig>,

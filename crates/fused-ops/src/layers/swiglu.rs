@@ -34,7 +34,7 @@ impl SwiGlu {
     ///
     /// # Errors
     ///
-    /// If they cannot be loaded.
+    /// Returns an error if a weight cannot be loaded.
     pub fn new(hidden: usize, width: usize, vb: &VarBuilder<'_>) -> Result<Self> {
         Ok(Self {
             gate: linear_no_bias(hidden, width, vb.pp("gate_proj"))?,

@@ -11,7 +11,7 @@ use crate::{
     config::AttentionConfig,
     error::{Error, Result},
     kernels::{
-        attention::{self, AttentionInputs, AttentionResults, HeadLayout, ScoreMask},
+        attention::{self, AttentionInputs, AttentionResults, HeadLayout, HeadSlice, ScoreMask},
         float::Float,
     },
     route::{check_shape, route},
@@ -21,30 +21,29 @@ const OP: &str = "attention";
 
 /// Returns softmax(q·kᵀ·scale + mask)·v for each head.
 ///
-/// The queries may have several times as many heads as keys and values: then as many neighboring
-/// heads share one.
+/// The number of query heads may be a multiple of the number of key heads. Then that many
+/// neighboring query heads share one key and value head (grouped-query attention).
 ///
-/// The scores exist in blocks only, each for as long as it is needed, and are computed again on the
-/// backward pass: memory grows with the length of the sequences, not with its square. Blocks that a
-/// causal mask hides are not computed.
+/// Scores are computed block by block, and again in the backward pass, so memory grows with the
+/// length of the sequences, not with its square. Blocks that a causal mask hides are not computed.
 ///
 /// # Shapes
 ///
 /// `query` [batch, queries, heads, size], `key` [batch, keys, key heads, size], `value` [batch,
-/// keys, key heads, value size]; the result is [batch, queries, heads, value size]. Views with any
-/// strides are read in place if the elements of a head are neighbors.
+/// keys, key heads, value size]; the result is [batch, queries, heads, value size]. A view is read
+/// in place if the elements of each head are adjacent; otherwise it is copied.
 ///
 /// # Determinism
 ///
-/// The same bits for any number of threads, and for a sequence alone as in a batch; on one
-/// processor model, since matrix products differ between them.
+/// On one processor model, results have the same bits for any number of threads, and for a sequence
+/// alone or in a batch. Matrix products differ between processor models.
 ///
 /// # Errors
 ///
 /// [`Shape`](Error::Shape) if shapes do not fit each other or a causal query has no key,
 /// [`Gradient`](Error::Gradient) if the mask depends on a variable, [`Setting`](Error::Setting) if
-/// a sequence has no key or more than there are, [`DType`](Error::DType) and
-/// [`Device`](Error::Device) if the inputs differ in type or device or have no floating type.
+/// a key length is 0 or exceeds the number of keys, [`DType`](Error::DType) if the inputs differ in
+/// type or have no floating type, [`Device`](Error::Device) if they are on different devices.
 ///
 /// # Examples
 ///
@@ -71,16 +70,16 @@ pub fn attention(
     route!(
         "attention",
         [query, key, value],
-        unpacked(query, key, value, config),
+        fused(query, key, value, config),
         composed::attention(query, key, value, config),
     )
 }
 
-/// Applies [`attention`](crate::attention()) to the queries, keys and values of one projection, which
-/// are next to each other in each row.
+/// Applies [`attention`](crate::attention()) to queries, keys and values that one projection
+/// returns side by side in each row.
 ///
-/// Its backward writes one gradient of the projection. Cutting the projection instead would need
-/// three pads and additions.
+/// The backward pass writes one gradient for the entire projection. If the projection were sliced
+/// instead, it would pad and add three gradients.
 ///
 /// # Shapes
 ///
@@ -93,8 +92,8 @@ pub fn attention(
 ///
 /// # Errors
 ///
-/// The errors of [`attention`](crate::attention()); [`Shape`](Error::Shape) also if the rows do not split
-/// into so many heads.
+/// The errors of [`attention`](crate::attention()); [`Shape`](Error::Shape) also if the width of a
+/// row is not a multiple of heads + 2 · key heads.
 ///
 /// # Examples
 ///
@@ -119,12 +118,12 @@ pub fn attention_packed(
     route!(
         "attention",
         [qkv],
-        packed(qkv, sizes, config),
+        fused_packed(qkv, sizes, config),
         composed::attention_packed(qkv, heads, key_heads, config),
     )
 }
 
-/// The sizes of the inputs, which fit each other.
+/// The sizes of inputs with compatible shapes.
 #[derive(Clone, Copy, Debug)]
 struct AttentionSizes {
     batch: usize,
@@ -150,32 +149,42 @@ impl AttentionSizes {
         };
         check_shape(OP, "key", key, &[batch, keys, key_heads, size])?;
         check_shape(OP, "value", value, &[batch, keys, key_heads, value_size])?;
-        if keys == 0 || size == 0 || value_size == 0 {
-            return Err(shape("value", value, "at least one key and a head size of at least 1"));
+        if size == 0 {
+            return Err(shape("query", query, "a head size of at least 1"));
         }
-        if key_heads == 0 || !heads.is_multiple_of(key_heads) {
+        if keys == 0 || key_heads == 0 || value_size == 0 {
+            let expected = "at least one key, one head and a head size of at least 1";
+            return Err(shape("value", value, expected));
+        }
+        if !heads.is_multiple_of(key_heads) {
             return Err(shape("query", query, &format!("a multiple of {key_heads} heads")));
         }
         Ok(Self { batch, queries, keys, heads, key_heads, size })
     }
 
     fn new_packed(qkv: &Tensor, heads: usize, key_heads: usize) -> Result<Self> {
-        let parts = heads + 2 * key_heads;
-        let expected = format!("[batch, length, a multiple of {parts}] with at least one position");
+        let n_parts = heads + 2 * key_heads;
+        let expected =
+            format!("[batch, length, a multiple of {n_parts}] with at least one position");
         let shape = || Error::Shape { op: OP, input: "qkv", found: qkv.dims().to_vec(), expected };
         let &[batch, length, width] = qkv.dims() else { return Err(shape()) };
-        if key_heads == 0 || !heads.is_multiple_of(key_heads) {
-            let expected = format!("a multiple of {key_heads} key heads, which must be at least 1");
+        if key_heads == 0 {
+            let expected = "at least 1".to_owned();
+            return Err(Error::Setting { op: OP, name: "key_heads", value: 0.0, expected });
+        }
+        if !heads.is_multiple_of(key_heads) {
+            let expected = format!("a multiple of {key_heads} key heads");
             return Err(Error::Setting { op: OP, name: "heads", value: heads as f64, expected });
         }
-        if length == 0 || width == 0 || !width.is_multiple_of(parts) {
+        if length == 0 || width == 0 || !width.is_multiple_of(n_parts) {
             return Err(shape());
         }
-        let size = width / parts;
+        let size = width / n_parts;
         Ok(Self { batch, queries: length, keys: length, heads, key_heads, size })
     }
 
-    fn scores(&self) -> [usize; 4] {
+    /// Returns the shape of the scores.
+    fn score_shape(&self) -> [usize; 4] {
         [self.batch, self.heads, self.queries, self.keys]
     }
 }
@@ -218,27 +227,28 @@ fn check_mask(mask: &Tensor, sizes: &AttentionSizes) -> Result<()> {
     if mask.track_op() {
         return Err(Error::Gradient { op: OP, input: "mask" });
     }
-    if mask.broadcast_as(&sizes.scores()).is_err() {
-        let expected = format!("a shape that broadcasts to {:?}", sizes.scores());
+    if mask.broadcast_as(&sizes.score_shape()).is_err() {
+        let expected = format!("a shape that broadcasts to {:?}", sizes.score_shape());
         return Err(Error::Shape { op: OP, input: "mask", found: mask.dims().to_vec(), expected });
     }
     Ok(())
 }
 
-/// A mask with an element, if only a shared one, for each score.
-struct ScoreShape {
-    mask: Tensor,
+/// A mask, broadcast to the shape of the scores.
+struct BroadcastMask {
+    tensor: Tensor,
 }
 
-impl ScoreShape {
+impl BroadcastMask {
+    /// Returns the mask of `config`, if there is one.
     fn new<T: Float>(config: &AttentionConfig, shape: [usize; 4]) -> Result<Option<Self>> {
         let Some(mask) = &config.mask else { return Ok(None) };
-        Ok(Some(Self { mask: mask.to_dtype(T::DTYPE)?.broadcast_as(&shape)? }))
+        Ok(Some(Self { tensor: mask.to_dtype(T::DTYPE)?.broadcast_as(&shape)? }))
     }
 
     fn strides(&self) -> [usize; 4] {
-        let stride = self.mask.stride();
-        [stride[0], stride[1], stride[2], stride[3]]
+        let strides = self.tensor.stride();
+        [strides[0], strides[1], strides[2], strides[3]]
     }
 }
 
@@ -247,50 +257,52 @@ fn with_dense_heads(tensor: &Tensor) -> Result<Tensor> {
     if tensor.stride()[3] == 1 { Ok(tensor.clone()) } else { Ok(tensor.contiguous()?) }
 }
 
-/// Returns the layout of [batch, length, heads, size].
-fn heads(tensor: &Tensor) -> HeadLayout {
+/// Returns the layout of a tensor [batch, length, heads, size].
+fn head_layout(tensor: &Tensor) -> HeadLayout {
     let dims = tensor.dims();
-    let stride = tensor.stride();
+    let strides = tensor.stride();
     HeadLayout {
         offset: 0,
         length: dims[1],
         count: dims[2],
         size: dims[3],
-        batch_stride: stride[0],
-        row_stride: stride[1],
-        head_stride: stride[2],
+        batch_stride: strides[0],
+        row_stride: strides[1],
+        head_stride: strides[2],
     }
 }
 
-/// Calls `compute` with the inputs of the kernels.
+/// Calls `compute` with the inputs of the kernels. `inputs` are the query, the key and the value,
+/// each with the layout of its heads.
 fn with_inputs<T: Float, R>(
-    [query, key, value]: [(&Tensor, HeadLayout); 3],
+    inputs: [(&Tensor, HeadLayout); 3],
     sizes: &AttentionSizes,
     config: &AttentionConfig,
     compute: impl FnOnce(&AttentionInputs<'_, T>) -> R,
 ) -> Result<R> {
-    let scores = ScoreShape::new::<T>(config, sizes.scores())?;
-    let mask_read = scores.as_ref().map(|scores| CpuSlice::new(&scores.mask));
-    let mask = match (&scores, &mask_read) {
-        (Some(scores), Some(read)) => {
-            Some(ScoreMask { data: read.offset_slice()?, strides: scores.strides() })
+    let mask = BroadcastMask::new::<T>(config, sizes.score_shape())?;
+    let mask_slice = mask.as_ref().map(|mask| CpuSlice::new(&mask.tensor));
+    let score_mask = match (&mask, &mask_slice) {
+        (Some(mask), Some(slice)) => {
+            Some(ScoreMask { data: slice.offset_slice()?, strides: mask.strides() })
         }
         _ => None,
     };
-    let read = [CpuSlice::new(query.0), CpuSlice::new(key.0), CpuSlice::new(value.0)];
+    let [query, key, value] = inputs.map(|(tensor, _)| CpuSlice::new(tensor));
+    let [query_layout, key_layout, value_layout] = inputs.map(|(_, layout)| layout);
     Ok(compute(&AttentionInputs {
         batch: sizes.batch,
-        query: (read[0].offset_slice()?, query.1),
-        key: (read[1].offset_slice()?, key.1),
-        value: (read[2].offset_slice()?, value.1),
+        query: HeadSlice { data: query.offset_slice()?, layout: query_layout },
+        key: HeadSlice { data: key.offset_slice()?, layout: key_layout },
+        value: HeadSlice { data: value.offset_slice()?, layout: value_layout },
         scale: T::round_from_f64(config.scale(sizes.size)),
         causal: config.causal,
         key_lengths: config.key_lengths.as_deref(),
-        mask,
+        mask: score_mask,
     }))
 }
 
-fn unpacked<T: Float>(
+fn fused<T: Float>(
     query: &Tensor,
     key: &Tensor,
     value: &Tensor,
@@ -300,7 +312,7 @@ fn unpacked<T: Float>(
     let key = &with_dense_heads(key)?;
     let value = &with_dense_heads(value)?;
     let sizes = AttentionSizes::new(query, key, value)?;
-    let inputs = [(query, heads(query)), (key, heads(key)), (value, heads(value))];
+    let inputs = [query, key, value].map(|tensor| (tensor, head_layout(tensor)));
     let (y, log_sums) = with_inputs::<T, _>(inputs, &sizes, config, attention::forward)?;
     let shape = Shape::from((sizes.batch, sizes.queries, sizes.heads, value.dims()[3]));
     record(&[query, key, value], y, shape, UnpackedAttention { config: config.clone(), log_sums })
@@ -321,27 +333,27 @@ impl<T: Float> Backward for UnpackedAttention<T> {
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
         let sizes = AttentionSizes::new(inputs[0], inputs[1], inputs[2])?;
-        let located = [0, 1, 2].map(|index| (inputs[index], heads(inputs[index])));
+        let with_layouts = [0, 1, 2].map(|index| (inputs[index], head_layout(inputs[index])));
         let out = CpuSlice::new(y);
-        let grad = CpuSlice::new(grad);
+        let out_grad = CpuSlice::new(grad);
         let results = AttentionResults {
             out: out.as_slice()?,
-            grad: grad.as_slice()?,
+            grad: out_grad.as_slice()?,
             log_sums: &self.log_sums,
         };
-        let grads = with_inputs::<T, _>(located, &sizes, &self.config, |inputs| {
-            attention::backward_separate(inputs, results)
+        let input_grads = with_inputs::<T, _>(with_layouts, &sizes, &self.config, |slices| {
+            attention::backward_separate(slices, results)
         })?;
-        grads
+        input_grads
             .into_iter()
             .zip(inputs)
-            .map(|(grad, x)| Ok(Some(cpu_tensor(grad, x.shape())?)))
+            .map(|(input_grad, input)| Ok(Some(cpu_tensor(input_grad, input.shape())?)))
             .collect()
     }
 }
 
 /// Returns the layouts of queries, keys and values in packed rows.
-fn packed_heads(sizes: &AttentionSizes) -> [HeadLayout; 3] {
+fn packed_layouts(sizes: &AttentionSizes) -> [HeadLayout; 3] {
     let AttentionSizes { queries, heads, key_heads, size, .. } = *sizes;
     let width = (heads + 2 * key_heads) * size;
     [
@@ -351,14 +363,14 @@ fn packed_heads(sizes: &AttentionSizes) -> [HeadLayout; 3] {
     ]
 }
 
-fn packed<T: Float>(
+fn fused_packed<T: Float>(
     qkv: &Tensor,
     sizes: AttentionSizes,
     config: &AttentionConfig,
 ) -> Result<Tensor> {
     let qkv = &qkv.contiguous()?;
-    let located = packed_heads(&sizes).map(|heads| (qkv, heads));
-    let (y, log_sums) = with_inputs::<T, _>(located, &sizes, config, attention::forward)?;
+    let inputs = packed_layouts(&sizes).map(|layout| (qkv, layout));
+    let (y, log_sums) = with_inputs::<T, _>(inputs, &sizes, config, attention::forward)?;
     let shape = Shape::from((sizes.batch, sizes.queries, sizes.heads * sizes.size));
     record(&[qkv], y, shape, PackedAttention { sizes, config: config.clone(), log_sums })
 }
@@ -378,17 +390,18 @@ impl<T: Float> Backward for PackedAttention<T> {
         y: &Tensor,
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
-        let located = packed_heads(&self.sizes).map(|heads| (inputs[0], heads));
+        let qkv = inputs[0];
+        let with_layouts = packed_layouts(&self.sizes).map(|layout| (qkv, layout));
         let out = CpuSlice::new(y);
-        let grad = CpuSlice::new(grad);
+        let out_grad = CpuSlice::new(grad);
         let results = AttentionResults {
             out: out.as_slice()?,
-            grad: grad.as_slice()?,
+            grad: out_grad.as_slice()?,
             log_sums: &self.log_sums,
         };
-        let grad = with_inputs::<T, _>(located, &self.sizes, &self.config, |inputs| {
-            attention::backward_packed(inputs, results, located[0].0.elem_count())
+        let qkv_grad = with_inputs::<T, _>(with_layouts, &self.sizes, &self.config, |slices| {
+            attention::backward_packed(slices, results, qkv.elem_count())
         })?;
-        Ok(vec![Some(cpu_tensor(grad, inputs[0].shape())?)])
+        Ok(vec![Some(cpu_tensor(qkv_grad, qkv.shape())?)])
     }
 }

@@ -10,7 +10,7 @@ use crate::{
         cross_entropy::{self as kernel, LossRule, RowTarget},
         float::Float,
     },
-    ops::embedding::{check_index, integers},
+    ops::embedding::{check_index, read_integers},
     route::{check_shape, last_dim, route},
 };
 
@@ -20,22 +20,23 @@ const OP: &str = "cross_entropy";
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct CrossEntropyConfig {
-    /// The target of rows that do not count. Default: `None`.
+    /// The target of rows to ignore. Default: `None`.
     pub ignore_index: Option<i64>,
     /// The part of each target that is spread over all classes, from 0 to 1. Default: 0.
     ///
     /// Szegedy et al., "Rethinking the Inception Architecture", arXiv 1512.00567.
     pub label_smoothing: f64,
-    /// The weight of each row's loss, in the shape of the targets. Default: `None`, 1.
+    /// The weight of each row's loss, in the shape of the targets. Default: `None`, all 1.
     ///
-    /// A row of weight 0 does not count, even with NaN logits.
+    /// A row of weight 0 is ignored, even with NaN logits.
     pub row_weights: Option<Tensor>,
-    /// The weight of each class's loss \[classes\], like PyTorch's `weight`. Default: `None`, 1.
+    /// The weight of each class's loss \[classes\], like PyTorch's `weight`. Default: `None`,
+    /// all 1.
     pub class_weights: Option<Tensor>,
 }
 
 impl CrossEntropyConfig {
-    /// Ignores rows of this target.
+    /// Ignores rows with this target.
     #[must_use]
     pub fn with_ignore_index(mut self, index: i64) -> Self {
         self.ignore_index = Some(index);
@@ -64,25 +65,26 @@ impl CrossEntropyConfig {
     }
 }
 
-/// The sum of the cross-entropies of rows, and the weight that divides it.
+/// The sum of the cross-entropies of rows, and the sum of their weights.
 ///
-/// Both can be added over devices and micro-batches before they are divided, so that the mean does
-/// not depend on how rows were dealt out.
+/// Both can be added over devices and micro-batches before the division, so that the mean does not
+/// depend on the distribution of the rows.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct CrossEntropy {
     /// The sum of the rows' losses, each multiplied by its weight: a scalar with a gradient.
     pub sum: Tensor,
-    /// The sum of the weights of all rows that count: their number, if no weights are given.
+    /// The sum of the weights of all rows that are not ignored: the number of these rows, if no
+    /// weights are given.
     pub weight: f64,
 }
 
 impl CrossEntropy {
-    /// Returns the mean over all rows that count.
+    /// Returns the weighted mean over all rows that are not ignored.
     ///
     /// # Errors
     ///
-    /// [`Setting`](Error::Setting) if no row counts.
+    /// [`Setting`](Error::Setting) if all rows are ignored.
     pub fn mean(&self) -> Result<Tensor> {
         if self.weight == 0.0 {
             let expected = "more than 0 for a mean".to_owned();
@@ -99,11 +101,13 @@ impl CrossEntropy {
 
 /// Returns the cross-entropy of softmax(`logits`) and `targets`, in nats.
 ///
-/// No probabilities are kept for the backward pass, only a number per row.
+/// For the backward pass, only one number per row is stored, no probabilities.
 ///
 /// # Shapes
 ///
-/// `logits` [.., classes], `targets` [..] of type u8, u32 or i64; the sum is a scalar.
+/// `logits` [.., classes], `targets` [..] of type u8, u32 or i64; the sum is a scalar, of type f32
+/// for logits of f16 and bf16: a sum of f16 overflows after some 14,000 rows of 100 classes, and one
+/// of bf16 has three digits.
 ///
 /// # Determinism
 ///
@@ -139,7 +143,7 @@ pub fn cross_entropy(
     let classes = last_dim(OP, "logits", logits)?;
     check_shape(OP, "targets", targets, &logits.dims()[..logits.rank() - 1])?;
     check(config, targets, classes)?;
-    let class_weights = floats(config.class_weights.as_ref())?;
+    let class_weights = read_floats(config.class_weights.as_ref())?;
     let targets = weighted_targets(targets, config, classes)?;
     let weight = targets
         .iter()
@@ -149,6 +153,8 @@ pub fn cross_entropy(
         })
         .sum();
     let smoothing = config.label_smoothing;
+    let is_half = matches!(logits.dtype(), DType::F16 | DType::BF16);
+    let logits = &if is_half { logits.to_dtype(DType::F32)? } else { logits.clone() };
     let sum = route!(
         "cross_entropy",
         [logits],
@@ -177,9 +183,9 @@ fn check_weights(input: &'static str, weights: Option<&Tensor>, shape: &[usize])
 }
 
 /// Returns the numbers of a tensor, in order.
-fn floats(tensor: Option<&Tensor>) -> Result<Option<Vec<f64>>> {
+fn read_floats(tensor: Option<&Tensor>) -> Result<Option<Vec<f64>>> {
     let Some(tensor) = tensor else { return Ok(None) };
-    // First to the processor: Metal has no double precision.
+    // Copy to the processor before the conversion, because Metal has no f64.
     let host = tensor.flatten_all()?.to_device(&Device::Cpu)?;
     Ok(Some(host.to_dtype(DType::F64)?.to_vec1()?))
 }
@@ -189,9 +195,9 @@ fn weighted_targets(
     config: &CrossEntropyConfig,
     classes: usize,
 ) -> Result<Vec<RowTarget>> {
-    let weights = floats(config.row_weights.as_ref())?;
+    let weights = read_floats(config.row_weights.as_ref())?;
     let mut row_targets = Vec::new();
-    for (row, index) in integers(OP, "targets", targets)?.into_iter().enumerate() {
+    for (row, index) in read_integers(OP, "targets", targets)?.into_iter().enumerate() {
         row_targets.push(if Some(index) == config.ignore_index {
             RowTarget { class: 0, weight: 0.0 }
         } else {

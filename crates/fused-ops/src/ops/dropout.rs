@@ -18,7 +18,8 @@ use crate::{
     route::route,
 };
 
-/// Sets each element to zero with `probability`, and divides the others by 1 − `probability`.
+/// Sets each element to zero with `probability`, and divides the other elements by 1 −
+/// `probability`.
 ///
 /// # Shapes
 ///
@@ -27,9 +28,9 @@ use crate::{
 /// # Determinism
 ///
 /// The dropped elements depend only on `key` and the indices, on every device and for any number of
-/// threads: each element has a number of Philox 4×32-10 (Salmon et al., 2011). A second pass with
-/// the same key drops the same elements, as [`checkpoint`](crate::checkpoint()) needs it. If the
-/// key has the offset of a part, the part drops the same elements as in the whole tensor.
+/// threads: the random number of each element comes from Philox 4×32-10 (Salmon et al., 2011). A
+/// second pass with the same key drops the same elements, as [`checkpoint`](crate::checkpoint())
+/// requires. With its offset in the key, a slice drops the same elements as the full tensor.
 ///
 /// # Errors
 ///

@@ -20,7 +20,7 @@ const OP: &str = "linear";
 
 /// Returns activation(x·weightᵀ + bias).
 ///
-/// Bias and activation are applied to the product where it lies. The gradients of weight and bias
+/// Bias and activation are applied to the product in place. The gradients of weight and bias
 /// are written in the layout of the parameters, without a transposition.
 ///
 /// # Shapes
@@ -29,12 +29,12 @@ const OP: &str = "linear";
 ///
 /// # Determinism
 ///
-/// The same bits for any number of threads, on one processor model, since matrix products differ
-/// between them. A row has the same bits alone as among others.
+/// On one processor model, results have the same bits for any number of threads, and for a row
+/// alone or among other rows. Matrix products differ between processor models.
 ///
 /// # Errors
 ///
-/// [`Shape`](crate::Error::Shape) if the inputs do not fit each other,
+/// [`Shape`](crate::Error::Shape) if the shapes of the inputs do not fit each other,
 /// [`DType`](crate::Error::DType) and [`Device`](crate::Error::Device) if they differ in type or
 /// device or have no floating type.
 ///
@@ -104,24 +104,27 @@ pub(crate) fn check_weight(
     Ok(outputs)
 }
 
-/// `inputs` are x, the weight and, if there is one, the bias.
+/// Applies the layer. `inputs` are x, the weight and, if there is one, the bias.
 fn fused<T: Float>(inputs: &[&Tensor], activation: Option<Activation>) -> Result<Tensor> {
-    let inputs: Vec<_> = inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
-    let inputs: Vec<_> = inputs.iter().collect();
+    let contiguous: Vec<_> =
+        inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
+    let inputs: Vec<_> = contiguous.iter().collect();
     let affine = AffineLayer::new(inputs[1], inputs.get(2).copied());
-    let previous = affine.forward::<T>(CpuSlice::new(inputs[0]).as_slice()?, rows(inputs[0]))?;
+    let pre_activation =
+        affine.forward::<T>(CpuSlice::new(inputs[0]).as_slice()?, n_rows(inputs[0]))?;
     let shape = affine.output_shape(inputs[0]);
     let tracked = inputs.iter().any(|input| input.track_op());
-    let (y, slope) = activate(previous, activation, tracked);
-    record(&inputs, y, shape, Linear { slope })
+    let (y, saved) = activate(pre_activation, activation, tracked);
+    record(&inputs, y, shape, Linear { saved })
 }
 
-/// Counts the rows of a tensor by its other dimensions, since rows may have width 0.
-pub(crate) fn rows(x: &Tensor) -> usize {
+/// Returns the number of rows: the product of all dimensions but the last, since rows may have
+/// width 0.
+pub(crate) fn n_rows(x: &Tensor) -> usize {
     x.dims()[..x.rank() - 1].iter().product()
 }
 
-/// x·weightᵀ + bias, of contiguous tensors.
+/// The function x·weightᵀ + bias, with contiguous tensors.
 #[derive(Clone, Debug)]
 pub(crate) struct AffineLayer {
     /// [outputs, inputs]
@@ -145,6 +148,7 @@ impl AffineLayer {
         Shape::from([&x.dims()[..x.rank() - 1], &self.weight.dims()[..1]].concat())
     }
 
+    /// Returns x·weightᵀ + bias for the rows of `x`.
     pub(crate) fn forward<T: Float>(&self, x: &[T], rows: usize) -> Result<Vec<T>> {
         let (outputs, inputs) = self.weight.dims2()?;
         let weight = CpuSlice::new(&self.weight);
@@ -158,9 +162,10 @@ impl AffineLayer {
 
     /// Returns the gradients of x, the weight and, if there is one, the bias, for the result's `grad`.
     pub(crate) fn backward<T: Float>(&self, x: &Tensor, grad: &[T]) -> Result<Vec<Option<Tensor>>> {
-        let grad_x = x.track_op().then(|| cpu_tensor(self.backward_x(grad, rows(x))?, x.shape()));
+        let rows = n_rows(x);
+        let grad_x = x.track_op().then(|| cpu_tensor(self.backward_x(grad, rows)?, x.shape()));
         let mut all = vec![grad_x.transpose()?];
-        all.extend(self.backward_parameters(CpuSlice::new(x).as_slice()?, grad, rows(x))?);
+        all.extend(self.backward_parameters(CpuSlice::new(x).as_slice()?, grad, rows)?);
         Ok(all)
     }
 
@@ -181,64 +186,67 @@ impl AffineLayer {
         rows: usize,
     ) -> Result<Vec<Option<Tensor>>> {
         let (outputs, inputs) = self.weight.dims2()?;
-        let weight = self.weight.track_op().then(|| {
+        let grad_weight = self.weight.track_op().then(|| {
             let grads = MatrixView::contiguous(grad, rows, outputs);
             let x = MatrixView::contiguous(x, rows, inputs);
             cpu_tensor(product(grads.t(), x, ProductThreads::Pool), self.weight.shape())
         });
-        let mut all = vec![weight.transpose()?];
+        let mut all = vec![grad_weight.transpose()?];
         if let Some(bias) = &self.bias {
-            let grad = bias.track_op().then(|| cpu_tensor(sum_rows(grad, outputs), bias.shape()));
-            all.push(grad.transpose()?);
+            let grad_bias =
+                bias.track_op().then(|| cpu_tensor(sum_rows(grad, outputs), bias.shape()));
+            all.push(grad_bias.transpose()?);
         }
         Ok(all)
     }
 }
 
-/// The values that the gradient of an activation is computed from.
-pub(crate) enum ActivationGradient<T> {
-    /// There is no activation.
-    One,
-    /// The result; for ReLU it is positive where the input is.
+/// Values stored for the gradient of an activation.
+pub(crate) enum SavedActivation<T> {
+    /// Nothing, because there is no activation.
+    Identity,
+    /// Nothing, because the output is enough: for ReLU, it is positive where the input is. An
+    /// untracked activation of any kind also stores nothing.
     Relu,
     /// The input of the activation.
-    At(Activation, Vec<T>),
+    Input(Activation, Vec<T>),
 }
 
-/// Applies the activation, and keeps the values that its gradient needs.
+/// Applies the activation, and returns its output and the values that its gradient needs.
 pub(crate) fn activate<T: Float>(
-    mut previous: Vec<T>,
+    mut input: Vec<T>,
     activation: Option<Activation>,
-    tracked: bool,
-) -> (Vec<T>, ActivationGradient<T>) {
+    is_tracked: bool,
+) -> (Vec<T>, SavedActivation<T>) {
     match activation {
-        None => (previous, ActivationGradient::One),
-        Some(activation) if activation == Activation::Relu || !tracked => {
-            activation::forward_in_place(activation, &mut previous);
-            (previous, ActivationGradient::Relu)
+        None => (input, SavedActivation::Identity),
+        Some(activation) if activation == Activation::Relu || !is_tracked => {
+            activation::forward_in_place(activation, &mut input);
+            (input, SavedActivation::Relu)
         }
-        Some(activation) => (
-            activation::forward(activation, &previous),
-            ActivationGradient::At(activation, previous),
-        ),
+        Some(activation) => {
+            let output = activation::forward(activation, &input);
+            (output, SavedActivation::Input(activation, input))
+        }
     }
 }
 
 struct Linear<T> {
-    slope: ActivationGradient<T>,
+    saved: SavedActivation<T>,
 }
 
 impl<T: Float> Linear<T> {
-    /// Returns the gradient of x·weightᵀ + bias, or `None` without an activation.
-    fn before_activation(&self, y: &Tensor, grad: &[T]) -> Result<Option<Vec<T>>> {
-        Ok(match &self.slope {
-            ActivationGradient::One => None,
-            ActivationGradient::Relu => {
+    /// Returns the gradient of x·weightᵀ + bias, or `None` without an activation: then it is
+    /// `grad`.
+    fn pre_activation_grad(&self, y: &Tensor, grad: &[T]) -> Result<Option<Vec<T>>> {
+        Ok(match &self.saved {
+            SavedActivation::Identity => None,
+            SavedActivation::Relu => {
                 let y = CpuSlice::new(y);
                 Some(activation::backward(Activation::Relu, y.as_slice()?, grad))
             }
-            ActivationGradient::At(activation, previous) => {
-                Some(activation::backward(*activation, previous, grad))
+            SavedActivation::Input(activation, input) => {
+                Some(activation::backward(*activation, input, grad))
             }
         })
     }
@@ -253,12 +261,12 @@ impl<T: Float> Backward for Linear<T> {
         y: &Tensor,
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
-        let read = CpuSlice::new(grad);
-        let previous = self.before_activation(y, read.as_slice()?)?;
-        let grad = match &previous {
-            None => read.as_slice()?,
-            Some(previous) => previous,
+        let grad_y = CpuSlice::new(grad);
+        let pre_activation_grad = self.pre_activation_grad(y, grad_y.as_slice()?)?;
+        let affine_grad = match &pre_activation_grad {
+            None => grad_y.as_slice()?,
+            Some(grad) => grad,
         };
-        AffineLayer::new(inputs[1], inputs.get(2).copied()).backward(inputs[0], grad)
+        AffineLayer::new(inputs[1], inputs.get(2).copied()).backward(inputs[0], affine_grad)
     }
 }

@@ -1,5 +1,5 @@
-//! A linear layer, the residual sum and its norm in one step, as between attention and the
-//! feed-forward network.
+//! A linear layer, its sum with the residual and the norm of the sum in one step, as between
+//! attention and the feed-forward network.
 
 use candle_core::{DType, Tensor};
 
@@ -11,7 +11,7 @@ use crate::{
         float::Float,
         norm::{self, Norm},
     },
-    ops::linear::{AffineLayer, check_weight, rows},
+    ops::linear::{AffineLayer, check_weight, n_rows},
     route::{Route, check_shape, last_dim},
 };
 
@@ -60,13 +60,13 @@ pub fn linear_add_rms_norm(
     epsilon: f64,
 ) -> Result<(Tensor, Tensor)> {
     let hidden = check_weight(OP, "weight", weight, last_dim(OP, "x", x)?)?;
-    let sum = [&x.dims()[..x.rank() - 1], &[hidden]].concat();
-    check_shape(OP, "residual", residual, &sum)?;
+    let sum_shape = [&x.dims()[..x.rank() - 1], &[hidden]].concat();
+    check_shape(OP, "residual", residual, &sum_shape)?;
     check_shape(OP, "norm_weight", norm_weight, &[hidden])?;
     let inputs = [x, weight, residual, norm_weight];
-    let named =
+    let named_inputs =
         [("x", x), ("weight", weight), ("residual", residual), ("norm_weight", norm_weight)];
-    match Route::new(OP, &named)? {
+    match Route::new(OP, &named_inputs)? {
         Route::F32 => fused::<f32>(inputs, epsilon),
         Route::F64 => fused::<f64>(inputs, epsilon),
         Route::Half(half) => {
@@ -84,24 +84,24 @@ pub fn linear_add_rms_norm(
 }
 
 fn fused<T: Float>(inputs: [&Tensor; 4], epsilon: f64) -> Result<(Tensor, Tensor)> {
-    let mut inputs = inputs.map(Tensor::clone);
-    for input in &mut inputs {
+    let mut contiguous = inputs.map(Tensor::clone);
+    for input in &mut contiguous {
         *input = input.contiguous()?;
     }
-    let [x, weight, residual, norm_weight] = inputs.each_ref();
+    let [x, weight, residual, norm_weight] = contiguous.each_ref();
     let affine = AffineLayer::new(weight, None);
     let epsilon = T::round_from_f64(epsilon);
-    let product = affine.forward::<T>(CpuSlice::new(x).as_slice()?, rows(x))?;
+    let product = affine.forward::<T>(CpuSlice::new(x).as_slice()?, n_rows(x))?;
     let sum = norm::add(&product, CpuSlice::new(residual).as_slice()?);
     drop(product);
     let y = norm::forward(Norm::Rms, &sum, CpuSlice::new(norm_weight).as_slice()?, None, epsilon);
     let shape = residual.shape();
-    if !inputs.iter().any(Tensor::track_op) {
+    if !contiguous.iter().any(Tensor::track_op) {
         return Ok((cpu_tensor(sum, shape)?, cpu_tensor(y, shape)?));
     }
     let (x, norm_weight) = (x.clone(), norm_weight.detach());
     let backward = LinearAddRmsNorm { x, affine, norm_weight, epsilon };
-    let [sum, y] = record_many(&inputs.each_ref(), [sum, y], shape, backward)?;
+    let [sum, y] = record_many(&contiguous.each_ref(), [sum, y], shape, backward)?;
     Ok((sum, y))
 }
 
@@ -113,7 +113,8 @@ struct LinearAddRmsNorm<T> {
 }
 
 impl<T: Float> LinearAddRmsNorm<T> {
-    /// Returns the gradient of the sum, from both results, and the gradient of the norm's weight.
+    /// Returns the gradient of the sum and the gradient of the norm's weight, from the gradients of
+    /// the two results.
     fn sum_and_weight_grads(
         &self,
         sum: &Tensor,

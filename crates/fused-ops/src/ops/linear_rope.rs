@@ -11,7 +11,7 @@ use crate::{
         rope::{PairLayout, RotationDirection},
     },
     ops::{
-        linear::{AffineLayer, check_layer, rows},
+        linear::{AffineLayer, check_layer, n_rows},
         rope::{RopeAngles, check_angles},
     },
     route::{last_dim, route},
@@ -20,7 +20,7 @@ use crate::{
 const OP: &str = "linear_rope";
 
 /// Projects `x` by [`linear`](crate::linear()) and rotates the heads by [`rope_thd`](crate::rope_thd),
-/// as Llama and its relatives make queries and keys.
+/// as Llama and its relatives compute queries and keys.
 ///
 /// The projection stays out of candle's graph, since no gradient needs it.
 ///
@@ -83,7 +83,7 @@ pub fn linear_rope(
     )
 }
 
-/// Returns the number of positions and of heads.
+/// Checks the shapes, and returns the number of positions and the number of heads.
 fn check(
     x: &Tensor,
     weight: &Tensor,
@@ -108,17 +108,19 @@ fn check(
     }
 }
 
-/// `inputs` are x, the weight and, if there is one, the bias.
+/// Projects and rotates. `inputs` are x, the weight and, if there is one, the bias.
 fn fused<T: Float>(inputs: &[&Tensor], cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    let inputs: Vec<_> = inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
-    let inputs: Vec<_> = inputs.iter().collect();
+    let contiguous: Vec<_> =
+        inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
+    let inputs: Vec<_> = contiguous.iter().collect();
     let affine = AffineLayer::new(inputs[1], inputs.get(2).copied());
     let (batch, length, _) = inputs[0].dims3()?;
     let size = 2 * cos.dims()[1];
     let heads = inputs[1].dims()[0] / size;
-    let previous = affine.forward::<T>(CpuSlice::new(inputs[0]).as_slice()?, rows(inputs[0]))?;
+    let projection =
+        affine.forward::<T>(CpuSlice::new(inputs[0]).as_slice()?, n_rows(inputs[0]))?;
     let angles = RopeAngles::new(cos, sin)?;
-    let y = angles.turn(&previous, PairLayout::Halves, heads, RotationDirection::Forward)?;
+    let y = angles.rotate(&projection, PairLayout::Halves, heads, RotationDirection::Forward)?;
     let float = std::marker::PhantomData::<T>;
     record(&inputs, y, (batch, length, heads, size).into(), LinearRope { angles, float })
 }
@@ -139,13 +141,13 @@ impl<T: Float> Backward for LinearRope<T> {
     ) -> Result<Vec<Option<Tensor>>> {
         let x = inputs[0];
         let heads = y.dims()[2];
-        let read = CpuSlice::new(grad);
-        let grad = self.angles.turn::<T>(
-            read.as_slice()?,
+        let grad_y = CpuSlice::new(grad);
+        let projection_grad = self.angles.rotate::<T>(
+            grad_y.as_slice()?,
             PairLayout::Halves,
             heads,
             RotationDirection::Back,
         )?;
-        AffineLayer::new(inputs[1], inputs.get(2).copied()).backward(x, &grad)
+        AffineLayer::new(inputs[1], inputs.get(2).copied()).backward(x, &projection_grad)
     }
 }

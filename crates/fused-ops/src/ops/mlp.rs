@@ -8,7 +8,7 @@ use crate::{
     config::Activation,
     error::Result,
     kernels::{activation as kernel, float::Float},
-    ops::linear::{ActivationGradient, AffineLayer, activate, check_layer, rows},
+    ops::linear::{AffineLayer, SavedActivation, activate, check_layer, n_rows},
     route::{Route, last_dim},
 };
 
@@ -45,7 +45,7 @@ const OP: &str = "mlp";
 /// let down = Tensor::new(&[[2.0_f32, 7.0]], &Device::Cpu)?;
 /// let bias = Tensor::new(&[0.5_f32], &Device::Cpu)?;
 /// let y = mlp(&x, &up, None, Activation::Relu, &down, Some(&bias))?;
-/// assert_eq!(y.to_vec2::<f32>()?, [[22.5]]); // relu makes of 11 and -3 11 and 0
+/// assert_eq!(y.to_vec2::<f32>()?, [[22.5]]); // relu turns 11 and -3 into 11 and 0
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn mlp(
@@ -60,12 +60,12 @@ pub fn mlp(
     let width = check_layer(OP, ("up_weight", up_weight), ("up_bias", up_bias), inputs)?;
     check_layer(OP, ("down_weight", down_weight), ("down_bias", down_bias), width)?;
 
-    let mut named = vec![("x", x), ("up_weight", up_weight), ("down_weight", down_weight)];
-    named.extend(up_bias.map(|bias| ("up_bias", bias)));
-    named.extend(down_bias.map(|bias| ("down_bias", bias)));
+    let mut named_inputs = vec![("x", x), ("up_weight", up_weight), ("down_weight", down_weight)];
+    named_inputs.extend(up_bias.map(|bias| ("up_bias", bias)));
+    named_inputs.extend(down_bias.map(|bias| ("down_bias", bias)));
     let layers =
         MlpLayers { x, up: (up_weight, up_bias), activation, down: (down_weight, down_bias) };
-    match Route::new(OP, &named)? {
+    match Route::new(OP, &named_inputs)? {
         Route::F32 => layers.fused::<f32>(),
         Route::F64 => layers.fused::<f64>(),
         Route::Half(half) => layers.fused_in_f32(half),
@@ -76,7 +76,7 @@ pub fn mlp(
     }
 }
 
-/// The inputs, after the check of their shapes.
+/// The inputs, with checked shapes. Each layer has a weight and may have a bias.
 #[derive(Clone, Copy)]
 struct MlpLayers<'a> {
     x: &'a Tensor,
@@ -88,15 +88,15 @@ struct MlpLayers<'a> {
 impl MlpLayers<'_> {
     fn fused<T: Float>(self) -> Result<Tensor> {
         let x = self.x.contiguous()?;
-        let up = contiguous(self.up)?;
-        let down = contiguous(self.down)?;
+        let up = contiguous_layer(self.up)?;
+        let down = contiguous_layer(self.down)?;
         let inputs: Vec<&Tensor> =
             [&x].into_iter().chain(up.tensors()).chain(down.tensors()).collect();
         let tracked = inputs.iter().any(|input| input.track_op());
 
-        let rows = rows(&x);
-        let previous = up.forward::<T>(CpuSlice::new(&x).as_slice()?, rows)?;
-        let (middle, slope) = activate(previous, Some(self.activation), tracked);
+        let rows = n_rows(&x);
+        let pre_activation = up.forward::<T>(CpuSlice::new(&x).as_slice()?, rows)?;
+        let (middle, saved) = activate(pre_activation, Some(self.activation), tracked);
         let y = down.forward(&middle, rows)?;
         let shape = down.output_shape(&x);
         if !tracked {
@@ -104,7 +104,7 @@ impl MlpLayers<'_> {
         }
         let is_x_tracked = x.track_op();
         let backward =
-            Mlp { x: x.detach(), is_x_tracked, up: up.clone(), middle, slope, down: down.clone() };
+            Mlp { x: x.detach(), is_x_tracked, up: up.clone(), middle, saved, down: down.clone() };
         let [y] = record_many(&inputs, [y], &shape, backward)?;
         Ok(y)
     }
@@ -112,23 +112,23 @@ impl MlpLayers<'_> {
     /// Computes like [`fused`](Self::fused), and rounds the result to `half` once.
     fn fused_in_f32(self, half: candle_core::DType) -> Result<Tensor> {
         let to_f32 = |tensor: &Tensor| tensor.to_dtype(candle_core::DType::F32);
-        let layer = |(weight, bias): (&Tensor, Option<&Tensor>)| {
+        let layer_to_f32 = |(weight, bias): (&Tensor, Option<&Tensor>)| {
             candle_core::Result::Ok((to_f32(weight)?, bias.map(to_f32).transpose()?))
         };
         let x = to_f32(self.x)?;
-        let up = layer(self.up)?;
-        let down = layer(self.down)?;
+        let (up_weight, up_bias) = layer_to_f32(self.up)?;
+        let (down_weight, down_bias) = layer_to_f32(self.down)?;
         let layers = MlpLayers {
             x: &x,
-            up: (&up.0, up.1.as_ref()),
+            up: (&up_weight, up_bias.as_ref()),
             activation: self.activation,
-            down: (&down.0, down.1.as_ref()),
+            down: (&down_weight, down_bias.as_ref()),
         };
         Ok(layers.fused::<f32>()?.to_dtype(half)?)
     }
 }
 
-fn contiguous((weight, bias): (&Tensor, Option<&Tensor>)) -> Result<AffineLayer> {
+fn contiguous_layer((weight, bias): (&Tensor, Option<&Tensor>)) -> Result<AffineLayer> {
     let bias = bias.map(Tensor::contiguous).transpose()?;
     Ok(AffineLayer::new(&weight.contiguous()?, bias.as_ref()))
 }
@@ -139,20 +139,20 @@ struct Mlp<T> {
     up: AffineLayer,
     /// The output of the activation.
     middle: Vec<T>,
-    slope: ActivationGradient<T>,
+    saved: SavedActivation<T>,
     down: AffineLayer,
 }
 
 impl<T: Float> Mlp<T> {
     /// Converts the gradient of the activation's output to the gradient of its input.
-    fn before_activation(&self, grad: &mut [T]) {
-        match &self.slope {
-            ActivationGradient::One => {}
-            ActivationGradient::Relu => {
+    fn multiply_by_slope(&self, grad: &mut [T]) {
+        match &self.saved {
+            SavedActivation::Identity => {}
+            SavedActivation::Relu => {
                 kernel::backward_in_place(Activation::Relu, &self.middle, grad);
             }
-            ActivationGradient::At(activation, previous) => {
-                kernel::backward_in_place(*activation, previous, grad);
+            SavedActivation::Input(activation, input) => {
+                kernel::backward_in_place(*activation, input, grad);
             }
         }
     }
@@ -167,10 +167,10 @@ impl<T: Float> MultiBackward<1> for Mlp<T> {
         [grad]: [Option<Tensor>; 1],
     ) -> Result<Vec<Option<Tensor>>> {
         let grad = grad.map_or_else(|| y.zeros_like(), Ok)?;
-        let rows = rows(&self.x);
-        let grad = CpuSlice::new(&grad);
-        let mut grad_middle = self.down.backward_x(grad.as_slice()?, rows)?;
-        self.before_activation(&mut grad_middle);
+        let rows = n_rows(&self.x);
+        let grad_y = CpuSlice::new(&grad);
+        let mut grad_middle = self.down.backward_x(grad_y.as_slice()?, rows)?;
+        self.multiply_by_slope(&mut grad_middle);
         let grad_x = self
             .is_x_tracked
             .then(|| cpu_tensor(self.up.backward_x(&grad_middle, rows)?, self.x.shape()));
@@ -178,7 +178,7 @@ impl<T: Float> MultiBackward<1> for Mlp<T> {
         // In the order of the inputs.
         let mut all = vec![grad_x.transpose()?];
         all.extend(self.up.backward_parameters(x.as_slice()?, &grad_middle, rows)?);
-        all.extend(self.down.backward_parameters(&self.middle, grad.as_slice()?, rows)?);
+        all.extend(self.down.backward_parameters(&self.middle, grad_y.as_slice()?, rows)?);
         Ok(all)
     }
 }

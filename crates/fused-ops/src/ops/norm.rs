@@ -19,7 +19,7 @@ use crate::{
 
 /// Divides each row by the root of its mean square, then multiplies it by `weight`.
 ///
-/// `epsilon` is added to the mean square, so that a row of zeros stays one.
+/// `epsilon` is added to the mean square, so that a row of zeros stays a row of zeros.
 ///
 /// # Shapes
 ///
@@ -27,9 +27,9 @@ use crate::{
 ///
 /// # Determinism
 ///
-/// The same bits on every processor and for any number of threads; a row's do not depend on the
-/// other rows. The gradient of `weight` is summed in blocks of rows whose size depends on `hidden`
-/// alone.
+/// The same bits on every processor and for any number of threads. The bits of a row do not depend
+/// on the other rows. The gradient of `weight` is summed in blocks of rows whose size depends on
+/// `hidden` alone.
 ///
 /// # Errors
 ///
@@ -64,7 +64,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
 /// Subtracts each row's mean, divides by its standard deviation, multiplies by `weight` and adds
 /// `bias`.
 ///
-/// `epsilon` is added to the variance, which is the mean of squares, not the unbiased one.
+/// `epsilon` is added to the variance, which is the mean of the squares, not the unbiased variance.
 ///
 /// # Shapes
 ///
@@ -116,9 +116,10 @@ pub fn layer_norm(
     )
 }
 
-/// Returns `x` + `residual` and its [`rms_norm`], as a transformer enters its next block.
+/// Returns `x` + `residual` and the [`rms_norm`] of this sum, as at the start of a transformer's
+/// next block.
 ///
-/// The backward adds the sum's two gradients, of itself and of its norm, in one pass.
+/// The backward pass adds the gradient of the sum and the gradient through its norm in one loop.
 ///
 /// # Shapes
 ///
@@ -224,13 +225,14 @@ pub fn add_layer_norm(
     }
 }
 
-/// `inputs` are x, the weight and, if there is one, the bias.
+/// Normalizes x. `inputs` are x, the weight and, if there is one, the bias.
 fn normalize<T: Float>(inputs: &[&Tensor], norm: Norm, epsilon: f64) -> Result<Tensor> {
-    let inputs: Vec<_> = inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
-    let inputs: Vec<_> = inputs.iter().collect();
+    let contiguous: Vec<_> =
+        inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
+    let inputs: Vec<_> = contiguous.iter().collect();
     let epsilon = T::round_from_f64(epsilon);
     let y = forward(&inputs, norm, epsilon)?;
-    record(&inputs, y, inputs[0].shape().clone(), NormalizeBackward { norm, epsilon })
+    record(&inputs, y, inputs[0].shape().clone(), Normalize { norm, epsilon })
 }
 
 /// Computes like [`add_normalize`], and rounds both results to `half` once.
@@ -240,28 +242,30 @@ fn add_in_f32(
     epsilon: f64,
     half: DType,
 ) -> Result<(Tensor, Tensor)> {
-    let inputs: Vec<_> =
+    let singles: Vec<_> =
         inputs.iter().map(|input| input.to_dtype(DType::F32)).collect::<Result<_, _>>()?;
-    let inputs: Vec<_> = inputs.iter().collect();
+    let inputs: Vec<_> = singles.iter().collect();
     let (sum, y) = add_normalize::<f32>(&inputs, norm, epsilon)?;
     Ok((sum.to_dtype(half)?, y.to_dtype(half)?))
 }
 
-/// `inputs` are x, the residual, the weight and, if there is one, the bias.
+/// Returns x + residual and its norm. `inputs` are x, the residual, the weight and, if there is
+/// one, the bias.
 fn add_normalize<T: Float>(
     inputs: &[&Tensor],
     norm: Norm,
     epsilon: f64,
 ) -> Result<(Tensor, Tensor)> {
-    let inputs: Vec<_> = inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
-    let inputs: Vec<_> = inputs.iter().collect();
+    let contiguous: Vec<_> =
+        inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
+    let inputs: Vec<_> = contiguous.iter().collect();
     let shape = inputs[0].shape();
     let epsilon = T::round_from_f64(epsilon);
     let (sum, y) = {
-        let read: Vec<_> = inputs.iter().map(|input| CpuSlice::new(input)).collect();
-        let bias = read.get(3).map(CpuSlice::as_slice).transpose()?;
-        let sum = norm::add(read[0].as_slice()?, read[1].as_slice()?);
-        let y = norm::forward(norm, &sum, read[2].as_slice()?, bias, epsilon);
+        let slices: Vec<_> = inputs.iter().map(|input| CpuSlice::new(input)).collect();
+        let bias = slices.get(3).map(CpuSlice::as_slice).transpose()?;
+        let sum = norm::add(slices[0].as_slice()?, slices[1].as_slice()?);
+        let y = norm::forward(norm, &sum, slices[2].as_slice()?, bias, epsilon);
         (sum, y)
     };
     if !inputs.iter().any(|input| input.track_op()) {
@@ -290,20 +294,19 @@ impl<T: Float> MultiBackward<2> for AddNormalize<T> {
     ) -> Result<Vec<Option<Tensor>>> {
         let Some(grad_norm) = grad_norm else {
             let grad_sum = grad_sum.map_or_else(|| sum.zeros_like(), Ok)?;
-            let none = self.weight.zeros_like()?;
-            return Ok(self.gradients(grad_sum, none.clone(), none));
+            let zeros = self.weight.zeros_like()?;
+            return Ok(self.gradients(grad_sum, zeros.clone(), zeros));
         };
-        let sum_read = CpuSlice::new(sum);
+        let sum_slice = CpuSlice::new(sum);
         let weight = CpuSlice::new(&self.weight);
         let grad = CpuSlice::new(&grad_norm);
-        let grad_sum = grad_sum.as_ref().map(CpuSlice::new);
-        let grad_sum = grad_sum.as_ref().map(CpuSlice::as_slice).transpose()?;
+        let grad_sum_slice = grad_sum.as_ref().map(CpuSlice::new);
         let grads = norm::backward(
             self.norm,
-            sum_read.as_slice()?,
+            sum_slice.as_slice()?,
             weight.as_slice()?,
             grad.as_slice()?,
-            grad_sum,
+            grad_sum_slice.as_ref().map(CpuSlice::as_slice).transpose()?,
             self.epsilon,
         );
         let hidden = self.weight.shape();
@@ -327,17 +330,17 @@ impl<T: Float> AddNormalize<T> {
 }
 
 fn forward<T: Float>(inputs: &[&Tensor], norm: Norm, epsilon: T) -> Result<Vec<T>> {
-    let read: Vec<_> = inputs.iter().map(|input| CpuSlice::new(input)).collect();
-    let bias = read.get(2).map(CpuSlice::as_slice).transpose()?;
-    Ok(norm::forward(norm, read[0].as_slice()?, read[1].as_slice()?, bias, epsilon))
+    let slices: Vec<_> = inputs.iter().map(|input| CpuSlice::new(input)).collect();
+    let bias = slices.get(2).map(CpuSlice::as_slice).transpose()?;
+    Ok(norm::forward(norm, slices[0].as_slice()?, slices[1].as_slice()?, bias, epsilon))
 }
 
-struct NormalizeBackward<T> {
+struct Normalize<T> {
     norm: Norm,
     epsilon: T,
 }
 
-impl<T: Float> Backward for NormalizeBackward<T> {
+impl<T: Float> Backward for Normalize<T> {
     const NAME: &'static str = "fused-norm";
 
     fn backward(

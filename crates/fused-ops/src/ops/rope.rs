@@ -1,7 +1,7 @@
 //! Rotary position embeddings, in both conventions and both layouts.
 //!
 //! Su et al., "RoFormer", arXiv 2104.09864. The functions have the names and arguments of
-//! `candle_nn::rotary_emb`, where the fused ones are not differentiable.
+//! `candle_nn::rotary_emb`, whose fused functions are not differentiable.
 
 use candle_core::Tensor;
 
@@ -11,15 +11,15 @@ use crate::{
     error::{Error, Result},
     kernels::{
         float::Float,
-        rope::{PairLayout, RotationAngles, RotationDirection, rotate},
+        rope::{PairLayout, Rotation, RotationDirection, rotate},
     },
     route::route,
 };
 
 const OP: &str = "rope";
 
-/// Rotates each pair of elements by the angle of its position; a pair is an element of the first
-/// half of a head and one of the second, as in Llama and GPT-NeoX.
+/// Rotates each pair of elements by the angle of its position. A pair is an element of the first
+/// half of a head and the element at the same index of the second half, as in Llama and GPT-NeoX.
 ///
 /// # Shapes
 ///
@@ -51,11 +51,11 @@ const OP: &str = "rope";
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    turn(x, cos, sin, PairLayout::Halves, RowLayout::HeadsFirst)
+    rotate_heads(x, cos, sin, PairLayout::Halves, RowLayout::HeadsFirst)
 }
 
-/// Rotates like [`rope`](crate::rope()), where a pair is two neighbors, as in GPT-J and the original
-/// paper.
+/// Rotates like [`rope`](crate::rope()), but a pair is two neighboring elements, as in GPT-J and
+/// the original paper.
 ///
 /// # Shapes
 ///
@@ -73,7 +73,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 ///
 /// See [`rope`](crate::rope()).
 pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    turn(x, cos, sin, PairLayout::Neighbors, RowLayout::HeadsFirst)
+    rotate_heads(x, cos, sin, PairLayout::Neighbors, RowLayout::HeadsFirst)
 }
 
 /// Rotates like [`rope`](crate::rope()), with the heads of a position next to each other, as
@@ -105,17 +105,17 @@ pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn rope_thd(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    turn(x, cos, sin, PairLayout::Halves, RowLayout::PositionsFirst)
+    rotate_heads(x, cos, sin, PairLayout::Halves, RowLayout::PositionsFirst)
 }
 
-/// The order of the dimensions between batch and size.
+/// The order of the two dimensions between batch and size.
 #[derive(Clone, Copy, Debug)]
 enum RowLayout {
     HeadsFirst,
     PositionsFirst,
 }
 
-fn turn(
+fn rotate_heads(
     x: &Tensor,
     cos: &Tensor,
     sin: &Tensor,
@@ -141,7 +141,7 @@ fn turn(
     )
 }
 
-/// Returns the number of positions, and of pairs in a head.
+/// Checks the shape of `x`, and returns the number of positions and the number of pairs in a head.
 fn check_x(x: &Tensor, rows: RowLayout) -> Result<(usize, usize)> {
     match *x.dims() {
         [_, first, second, size] if size.is_multiple_of(2) => Ok(match rows {
@@ -155,6 +155,7 @@ fn check_x(x: &Tensor, rows: RowLayout) -> Result<(usize, usize)> {
     }
 }
 
+/// Checks the cosines or sines of at least `length` positions, with `half` pairs each.
 pub(crate) fn check_angles(
     op: &'static str,
     (input, angles): (&'static str, &Tensor),
@@ -186,14 +187,14 @@ fn fused<T: Float>(
         RowLayout::PositionsFirst => x.dims()[2],
     };
     let angles = RopeAngles::new(cos, sin)?;
-    let y = angles.turn::<T>(
+    let y = angles.rotate::<T>(
         CpuSlice::new(x).as_slice()?,
         pairs,
         rows_per_position,
         RotationDirection::Forward,
     )?;
     record_unary(x, y, x.shape().clone(), move |_, _, grad| {
-        angles.turn(grad, pairs, rows_per_position, RotationDirection::Back)
+        angles.rotate(grad, pairs, rows_per_position, RotationDirection::Back)
     })
 }
 
@@ -209,20 +210,24 @@ impl RopeAngles {
     }
 
     /// Rotates all rows of `x`, where `rows_per_position` consecutive rows share a position.
-    pub(crate) fn turn<T: Float>(
+    pub(crate) fn rotate<T: Float>(
         &self,
         x: &[T],
         pairs: PairLayout,
         rows_per_position: usize,
-        turn: RotationDirection,
+        direction: RotationDirection,
     ) -> Result<Vec<T>> {
         let (positions, half) = self.cos.dims2()?;
         let cos = CpuSlice::new(&self.cos);
         let sin = CpuSlice::new(&self.sin);
-        let cos = cos.as_slice()?;
-        let sin = sin.as_slice()?;
-        let rotation =
-            RotationAngles { pairs, size: 2 * half, rows_per_position, positions, cos, sin };
-        Ok(rotate(x, rotation, turn))
+        let rotation = Rotation {
+            pairs,
+            size: 2 * half,
+            rows_per_position,
+            positions,
+            cos: cos.as_slice()?,
+            sin: sin.as_slice()?,
+        };
+        Ok(rotate(x, rotation, direction))
     }
 }

@@ -15,17 +15,18 @@ use crate::{
 
 /// Divides the exponentials along `dim` by their sum.
 ///
-/// The largest is subtracted first, so no logit is too large. A row with a NaN or +∞ is NaN.
+/// The largest element is subtracted first, so no exponential overflows. The result of a row with a
+/// NaN or +∞ is NaN.
 ///
 /// # Shapes
 ///
-/// Any with the dimension `dim`; the result has the shape of `x`. The last dimension is the
-/// fastest.
+/// Any with the dimension `dim`; the result has the shape of `x`. The operation is
+/// fastest along the last dimension.
 ///
 /// # Determinism
 ///
-/// The same bits on every processor and for any number of threads; a row's do not depend on the
-/// other rows.
+/// The same bits on every processor and for any number of threads. The bits of a row do not depend
+/// on the other rows.
 ///
 /// # Errors
 ///
@@ -46,7 +47,7 @@ use crate::{
 #[expect(clippy::needless_pass_by_value, reason = "a dimension is given as to candle")]
 pub fn softmax(x: &Tensor, dim: impl Dim) -> Result<Tensor> {
     let dim = dim.to_index(x.shape(), "softmax")?;
-    projection(x, dim, |x| route!("softmax", [x], fused(x, Softmax::Plain), composed::softmax(x)))
+    apply_along(x, dim, |x| route!("softmax", [x], fused(x, Softmax::Plain), composed::softmax(x)))
 }
 
 /// Returns the logarithm of [`softmax`](crate::softmax()), exact where softmax rounds to 0.
@@ -57,7 +58,8 @@ pub fn softmax(x: &Tensor, dim: impl Dim) -> Result<Tensor> {
 ///
 /// # Determinism
 ///
-/// Like [`softmax`](crate::softmax()), but for the logarithm itself, which is the system's.
+/// Like [`softmax`](crate::softmax()), except that the logarithm is the system's and may differ
+/// between systems.
 ///
 /// # Errors
 ///
@@ -75,24 +77,28 @@ pub fn softmax(x: &Tensor, dim: impl Dim) -> Result<Tensor> {
 #[expect(clippy::needless_pass_by_value, reason = "a dimension is given as to candle")]
 pub fn log_softmax(x: &Tensor, dim: impl Dim) -> Result<Tensor> {
     let dim = dim.to_index(x.shape(), "log_softmax")?;
-    projection(x, dim, |x| {
+    apply_along(x, dim, |x| {
         route!("log_softmax", [x], fused(x, Softmax::Log), composed::log_softmax(x))
     })
 }
 
-/// Applies `f`, which works on the last dimension, to another.
-fn projection(x: &Tensor, dim: usize, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+/// Applies `f`, a function along the last dimension, along `dim`.
+fn apply_along(
+    x: &Tensor,
+    dim: usize,
+    f: impl FnOnce(&Tensor) -> Result<Tensor>,
+) -> Result<Tensor> {
     let last = x.rank() - 1;
     if dim == last { f(x) } else { Ok(f(&x.transpose(dim, last)?)?.transpose(dim, last)?) }
 }
 
-fn width(x: &Tensor) -> usize {
+fn row_width(x: &Tensor) -> usize {
     x.dims().last().copied().unwrap_or(1)
 }
 
 fn fused<T: Float>(x: &Tensor, softmax: Softmax) -> Result<Tensor> {
     let x = &x.contiguous()?;
-    let width = width(x);
+    let width = row_width(x);
     let y = kernel::forward::<T>(softmax, CpuSlice::new(x).as_slice()?, width);
     record_unary(x, y, x.shape().clone(), move |_, y, grad| {
         Ok(kernel::backward(softmax, y, grad, width))

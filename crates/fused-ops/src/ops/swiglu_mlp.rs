@@ -7,7 +7,7 @@ use crate::{
     composed,
     error::Result,
     kernels::{activation as kernel, float::Float, norm},
-    ops::linear::{AffineLayer, check_weight, rows},
+    ops::linear::{AffineLayer, check_weight, n_rows},
     route::{check_shape, last_dim, route},
 };
 
@@ -17,8 +17,8 @@ const OP: &str = "swiglu_mlp";
 /// [`linear`](crate::linear()) layers around [`swiglu`](crate::swiglu()). The wide middle stays out
 /// of candle's graph. A `residual` is added to the result.
 ///
-/// The results of gate and up are kept, the widest tensors of a block; the backward pass computes
-/// their product again.
+/// The results of gate and up, the widest tensors of a block, are stored; the backward pass
+/// recomputes their product.
 ///
 /// # Shapes
 ///
@@ -27,8 +27,9 @@ const OP: &str = "swiglu_mlp";
 ///
 /// # Determinism
 ///
-/// Like [`linear`](crate::linear()). In `f32` and `f64` the result has the same bits as the single
-/// operations. In `f16` and `bf16` the fused kernels round once, and every single operation rounds.
+/// Like [`linear`](crate::linear()). In `f32` and `f64` the result has the same bits as with
+/// separate operations. In `f16` and `bf16` the fused kernels round only the result, and each
+/// separate operation rounds.
 ///
 /// # Errors
 ///
@@ -76,17 +77,18 @@ pub fn swiglu_mlp(
     )
 }
 
-/// `inputs` are x, the three weights and, if there is one, the residual.
+/// Applies the network. `inputs` are x, the three weights and, if there is one, the residual.
 fn fused<T: Float>(inputs: &[&Tensor]) -> Result<Tensor> {
-    let inputs: Vec<_> = inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
-    let inputs: Vec<_> = inputs.iter().collect();
+    let contiguous: Vec<_> =
+        inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
+    let inputs: Vec<_> = contiguous.iter().collect();
     let x = inputs[0];
     let [gate, up, down] = [1, 2, 3].map(|layer| AffineLayer::new(inputs[layer], None));
-    let n_rows = rows(x);
-    let read = CpuSlice::new(x);
-    let gate_out = gate.forward::<T>(read.as_slice()?, n_rows)?;
-    let up_out = up.forward::<T>(read.as_slice()?, n_rows)?;
-    let mut y = down.forward(&kernel::swiglu(&gate_out, &up_out), n_rows)?;
+    let rows = n_rows(x);
+    let x_slice = CpuSlice::new(x);
+    let gate_out = gate.forward::<T>(x_slice.as_slice()?, rows)?;
+    let up_out = up.forward::<T>(x_slice.as_slice()?, rows)?;
+    let mut y = down.forward(&kernel::swiglu(&gate_out, &up_out), rows)?;
     if let Some(residual) = inputs.get(4) {
         y = norm::add(&y, CpuSlice::new(residual).as_slice()?);
     }
@@ -111,18 +113,19 @@ struct SwiGluMlp<T> {
 }
 
 impl<T: Float> SwiGluMlp<T> {
-    /// Returns the gradients of gate's and up's results, from the gradient of their product.
-    fn before_product(&self, grad: &[T]) -> (Vec<T>, Vec<T>) {
+    /// Returns the gradients of the results of gate and up, where `grad` is the gradient of
+    /// silu(gate) · up.
+    fn gate_and_up_grads(&self, grad: &[T]) -> (Vec<T>, Vec<T>) {
         let grad_gate = kernel::swiglu_gate_backward(&self.gate_out, &self.up_out, grad);
         // silu(gate) · up is linear in `up`.
         (grad_gate, kernel::swiglu(&self.gate_out, grad))
     }
 
     /// Returns the gradient of x, summed over both layers.
-    fn grad_x(&self, grad_gate: &[T], grad_up: &[T], n_rows: usize) -> Result<Tensor> {
-        let by_gate = cpu_tensor(self.gate.backward_x(grad_gate, n_rows)?, self.x.shape())?;
-        let by_up = cpu_tensor(self.up.backward_x(grad_up, n_rows)?, self.x.shape())?;
-        Ok((by_gate + by_up)?)
+    fn grad_x(&self, grad_gate: &[T], grad_up: &[T], rows: usize) -> Result<Tensor> {
+        let through_gate = cpu_tensor(self.gate.backward_x(grad_gate, rows)?, self.x.shape())?;
+        let through_up = cpu_tensor(self.up.backward_x(grad_up, rows)?, self.x.shape())?;
+        Ok((through_gate + through_up)?)
     }
 }
 
@@ -135,21 +138,21 @@ impl<T: Float> MultiBackward<1> for SwiGluMlp<T> {
         [grad]: [Option<Tensor>; 1],
     ) -> Result<Vec<Option<Tensor>>> {
         let grad = grad.map_or_else(|| y.zeros_like(), Ok)?;
-        let n_rows = rows(&self.x);
-        let read = CpuSlice::new(&grad);
-        let grad_y = read.as_slice()?;
-        let grad_product = self.down.backward_x(grad_y, n_rows)?;
-        let (grad_gate, grad_up) = self.before_product(&grad_product);
+        let rows = n_rows(&self.x);
+        let grad_slice = CpuSlice::new(&grad);
+        let grad_y = grad_slice.as_slice()?;
+        let grad_product = self.down.backward_x(grad_y, rows)?;
+        let (grad_gate, grad_up) = self.gate_and_up_grads(&grad_product);
         drop(grad_product);
         let product = kernel::swiglu(&self.gate_out, &self.up_out);
-        let grad_down = self.down.backward_parameters(&product, grad_y, n_rows)?;
+        let grad_down = self.down.backward_parameters(&product, grad_y, rows)?;
         drop(product);
-        let grad_x = self.x.track_op().then(|| self.grad_x(&grad_gate, &grad_up, n_rows));
+        let grad_x = self.x.track_op().then(|| self.grad_x(&grad_gate, &grad_up, rows));
         let x = CpuSlice::new(&self.x);
         // In the order of the inputs.
         let mut all = vec![grad_x.transpose()?];
-        all.extend(self.gate.backward_parameters(x.as_slice()?, &grad_gate, n_rows)?);
-        all.extend(self.up.backward_parameters(x.as_slice()?, &grad_up, n_rows)?);
+        all.extend(self.gate.backward_parameters(x.as_slice()?, &grad_gate, rows)?);
+        all.extend(self.up.backward_parameters(x.as_slice()?, &grad_up, rows)?);
         all.extend(grad_down);
         all.extend(self.has_residual.then(|| Some(grad.clone())));
         Ok(all)

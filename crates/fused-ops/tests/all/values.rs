@@ -80,6 +80,21 @@ fn zero_weight_row_may_be_nan() {
 }
 
 #[test]
+fn losses_of_many_half_rows_keep_digits() {
+    for half in [DType::F16, DType::BF16] {
+        let logits = Var::zeros((20_000, 100), half, &Device::Cpu).unwrap();
+        let targets = Tensor::zeros(20_000, DType::U32, &Device::Cpu).unwrap();
+        let loss = fused_ops::cross_entropy(&logits, &targets, &Default::default()).unwrap();
+        let mean = loss.mean().unwrap();
+        assert_eq!(mean.dtype(), DType::F32);
+        let off = mean.to_scalar::<f32>().unwrap() - 100_f32.ln();
+        assert!(off.abs() < 1e-6, "{half:?}: {off}");
+        let grads = mean.backward().unwrap();
+        assert_eq!(grads.get(&logits).unwrap().dtype(), half);
+    }
+}
+
+#[test]
 fn repeated_rows_sum_in_f32() {
     for half in [DType::F16, DType::BF16] {
         let table = Var::zeros((2, 3), half, &Device::Cpu).unwrap();

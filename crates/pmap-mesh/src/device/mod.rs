@@ -1,4 +1,4 @@
-//! Devices: moving tensors to them, and the threads of their kernels.
+//! Devices: how tensors are moved to devices, and the threads of candle's kernels.
 
 pub(crate) mod threads;
 pub(crate) mod to_device;

@@ -1,10 +1,10 @@
 //! The number of threads that candle's kernels use.
 //!
-//! candle has two thread pools, which all slots of a process share, and only environment variables
-//! set their sizes. It reads `RAYON_NUM_THREADS` at every matrix product; if unset, it reads the
-//! machine's list of processors, which takes 20 µs. It reads `CANDLE_NUM_THREADS` once, at the
-//! first large elementwise operation. This second pool serves one slot at a time; with size 1
-//! candle skips it and each slot computes in its own thread.
+//! candle has two thread pools, which all slots of a process share. Only environment variables set
+//! their sizes. candle reads `RAYON_NUM_THREADS` at every matrix product; if the variable is unset,
+//! candle reads the machine's list of processors, which takes 20 µs. It reads `CANDLE_NUM_THREADS`
+//! once, at the first large elementwise operation. This second pool serves one slot at a time; if
+//! its size is 1, candle does not use it, and each slot computes in its own thread.
 
 use std::{
     env,
@@ -24,23 +24,24 @@ use crate::{
 pub const THREAD_VARIABLES: [&str; 2] = ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"];
 
 /// Gives each of `slots` slots on this machine's processor an equal share of the cores, at least
-/// one. Call it in the first line of `main`.
+/// one core. Call this function in the first line of `main`.
 ///
-/// Otherwise candle lets the kernels of every slot use all cores, and slots wait for each other: a
-/// training step on two virtual devices took up to 2.3 times as long. For a mesh in one process,
-/// `slots` is the size of the mesh; otherwise it is the number of processes that a launcher starts
-/// on this machine. A program that computes on GPUs only does not need this call.
+/// Without this call, candle lets the kernels of every slot use all cores, and slots wait for each
+/// other: a training step on two virtual devices takes up to 2.3 times as long. For a mesh in one
+/// process, `slots` is the size of the mesh. For a mesh of several processes, it is the number of
+/// processes that a launcher starts on this machine. A program that computes only on GPUs does not
+/// need this call.
 ///
-/// candle takes its thread counts from environment variables, so this sets each of
+/// candle takes its thread counts from environment variables, so this function sets each of
 /// [`THREAD_VARIABLES`] that is unset; a value set by the user stays. Setting a variable is sound
 /// only while no other thread can read the environment, so the call fails if there is another
-/// thread. Threads are counted on Linux, Android, macOS, iOS, FreeBSD and AIX. On Windows the
-/// environment may be changed at any time, so they are not counted. On other systems the call
+/// thread. Threads are counted on Linux, Android, macOS, iOS, FreeBSD and AIX. On Windows threads
+/// are not counted, because the environment may be changed at any time. On other systems the call
 /// fails: set the variables before the program starts.
 ///
 /// # Errors
 ///
-/// [`MeshError::Size`] for no slots. If a variable is unset: [`MeshError::ThreadsRun`] if the
+/// [`MeshError::Size`] if `slots` is 0. If a variable is unset: [`MeshError::ThreadsRun`] if the
 /// process has a second thread (a test, which runs in parallel with others, or a program in which
 /// candle has started its pools), and [`MeshError::ThreadsUnknown`] if threads cannot be counted.
 ///
@@ -67,11 +68,11 @@ pub fn init_threads(slots: usize) -> Result<()> {
         return Ok(());
     }
     check_single_thread()?;
-    // If the core count is unknown, one is valid on every machine.
+    // If the number of cores is unknown, use 1, which is valid on every machine.
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let share = (cores / slots).max(1).to_string();
     for name in unset {
-        #[expect(unsafe_code, reason = "candle has no other setting for it")]
+        #[expect(unsafe_code, reason = "candle has no other setting for its thread counts")]
         // SAFETY: The check above found no other thread in this process, so no thread can start one
         // or read the environment here. On Windows any thread may set variables.
         unsafe {
@@ -81,6 +82,7 @@ pub fn init_threads(slots: usize) -> Result<()> {
     Ok(())
 }
 
+/// Rejects a process that has a second thread, or whose threads cannot be counted.
 fn check_single_thread() -> Result<(), MeshError> {
     if cfg!(windows) {
         return Ok(());
@@ -109,7 +111,7 @@ pub(crate) fn warn_if_competing(slots: usize) {
     }
     ONCE.call_once(|| {
         let [rayon, candle] = THREAD_VARIABLES;
-        // A closed standard error loses only the warning.
+        // If standard error is closed, only the warning is lost.
         drop(writeln!(
             io::stderr(),
             "warning: {slots} slots on one processor share candle's threads and wait for each \

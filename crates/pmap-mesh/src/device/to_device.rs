@@ -1,18 +1,19 @@
-//! Moving tensors to the devices of a mesh.
+//! Moves of tensors to the devices of a mesh.
 //!
-//! candle copies from one GPU to another on a stream that it does not wait for, while the source
-//! block may already be reused for the next tensor. It also treats two handles of one GPU as
-//! different devices, and copies between them in the same way, or not at all on Metal. So a tensor
-//! that changes its device goes through host memory, where every copy is complete when it returns.
+//! candle copies from one GPU to another on a stream that it does not wait for, so the memory of
+//! the source may be reused for another tensor during the copy. candle also treats two handles of
+//! one GPU as different devices: it copies between the two in the same way, or fails on Metal. So a
+//! tensor that changes its device goes through host memory: every copy to or from the host is
+//! complete when it returns.
 
 use candle_core::{DType, Device, Shape, Tensor, Var};
 
-/// Moves a shard to the device of its replica, detached from the graph: gradients do not cross a
-/// call.
+/// Moves a shard to the device of its replica, and detaches it from the graph, since gradients do
+/// not cross a call.
 ///
-/// A shard along an inner dimension is made contiguous, because some of candle's operations reject
-/// strided tensors. A shard that leaves its device is copied first, because candle would move the
-/// whole storage under the view.
+/// A shard that is cut in an inner dimension is made contiguous, because some of candle's
+/// operations reject strided tensors. A shard that leaves its device is copied first, because
+/// candle would move the complete storage under the view.
 pub(crate) fn shard_to_device(shard: &Tensor, device: &Device) -> candle_core::Result<Tensor> {
     let shard = shard.detach();
     if shard.device().same_device(device) {
@@ -22,15 +23,16 @@ pub(crate) fn shard_to_device(shard: &Tensor, device: &Device) -> candle_core::R
     }
 }
 
-/// Moves a tensor to a device; returns it unchanged if it is there already.
+/// Moves a tensor to a device; returns the tensor unchanged if it is already on this device.
 pub(crate) fn to_device(x: &Tensor, device: &Device) -> candle_core::Result<Tensor> {
     if x.device().same_device(device) { Ok(x.clone()) } else { to_host(x)?.to_device(device) }
 }
 
-/// Waits for all pending work on a device, whichever thread started it.
+/// Waits for all pending work on a device, including the work of other threads.
 ///
-/// On CUDA `Device::synchronize` waits for one stream; for devices of [`Device::new_cuda`] it is
-/// the calling thread's. It misses work of other threads, and of other handles of the same GPU.
+/// `Device::synchronize` is not enough on CUDA, because it waits for one stream: for devices of
+/// [`Device::new_cuda`], the stream of the calling thread. It does not wait for work of other
+/// threads, or of other handles of the same GPU.
 pub(crate) fn synchronize_all(device: &Device) -> candle_core::Result<()> {
     match device {
         #[cfg(feature = "cuda")]
@@ -41,21 +43,22 @@ pub(crate) fn synchronize_all(device: &Device) -> candle_core::Result<()> {
     }
 }
 
-/// Returns a contiguous tensor in host memory, where tensors of different devices can be combined;
-/// the same tensor if it already is one.
+/// Returns a contiguous tensor in host memory, where tensors of different devices can be combined.
+/// Returns the same tensor if it is already contiguous in host memory.
 pub(crate) fn to_host(x: &Tensor) -> candle_core::Result<Tensor> {
-    // Copy first: candle moves the whole storage under a view.
+    // Copy first, because candle would move the complete storage under a view.
     if x.device().is_cpu() { to_contiguous(x) } else { contiguous_copy(x)?.to_device(&Device::Cpu) }
 }
 
-/// Moves a leaf of candle's graph from the host to a device; returns it unchanged for the host.
+/// Moves a leaf of candle's graph from the host to a device; returns the leaf unchanged if the
+/// device is the host.
 pub(crate) fn leaf_to_device(leaf: Var, device: &Device) -> candle_core::Result<Tensor> {
-    let leaf = if device.is_cpu() { leaf } else { Var::from_tensor(&leaf.to_device(device)?)? };
-    Ok(leaf.into_inner())
+    let moved = if device.is_cpu() { leaf } else { Var::from_tensor(&leaf.to_device(device)?)? };
+    Ok(moved.into_inner())
 }
 
-/// Returns a leaf of candle's graph filled with `parts`: pairs of an offset and the items from
-/// there.
+/// Returns a leaf of candle's graph that is filled from `parts`: pairs of an offset, and the items
+/// that begin at this offset.
 pub(crate) fn leaf_from_parts<'a>(
     shape: &Shape,
     dtype: DType,
@@ -75,12 +78,13 @@ pub(crate) fn n_bytes(x: &Tensor) -> usize {
     x.elem_count() * x.dtype().size_in_bytes()
 }
 
-/// Returns a contiguous tensor; the same tensor if it already is one.
+/// Returns a contiguous tensor: the same tensor if it is already contiguous and not empty,
+/// otherwise a copy.
 pub(crate) fn to_contiguous(x: &Tensor) -> candle_core::Result<Tensor> {
     if x.elem_count() == 0 { contiguous_copy(x) } else { x.contiguous() }
 }
 
-/// Returns a contiguous copy.
+/// Returns a contiguous copy of a tensor.
 pub(crate) fn contiguous_copy(x: &Tensor) -> candle_core::Result<Tensor> {
     // An empty view may begin past the end of its storage, where candle panics.
     if x.elem_count() == 0 {

@@ -1,4 +1,4 @@
-//! The ownership of some tensors' items by the ranks of a group.
+//! Layouts: the items of some tensors that each rank of a group owns.
 
 use std::{fmt, ops::Range, sync::Arc};
 
@@ -50,11 +50,11 @@ struct LayoutInner {
     by_rank: Arc<[Vec<Run>]>,
     /// The non-empty runs of each tensor, in the order of their items.
     by_tensor: Vec<Vec<OwnedRun>>,
-    /// The part of a collective's description that must agree: name and fingerprint.
+    /// The detail of a collective's call that must agree: the name and fingerprint of the layout.
     detail: String,
 }
 
-/// A run of a tensor: number `index` of the runs of rank `rank`.
+/// A run of a tensor, with its owner: run number `index` of rank `rank`.
 #[derive(Clone, Debug)]
 pub(crate) struct OwnedRun {
     pub(crate) rank: usize,
@@ -70,8 +70,8 @@ impl RunLayout {
     ///
     /// # Errors
     ///
-    /// [`ValueError::Layout`] if a run is not within one of the tensors, an item does not have
-    /// exactly one owner, or a tensor has more bytes than can be addressed.
+    /// [`ValueError::Layout`] if a run is not within its tensor, an item does not have exactly one
+    /// owner, or a tensor has more bytes than can be addressed.
     pub fn new(
         name: impl Into<String>,
         tensors: impl IntoIterator<Item = (impl Into<Shape>, DType)>,
@@ -111,15 +111,17 @@ impl RunLayout {
         &self.0.by_rank[rank]
     }
 
+    /// Returns the runs of each rank.
     pub(crate) fn by_rank(&self) -> &Arc<[Vec<Run>]> {
         &self.0.by_rank
     }
 
     /// Returns the non-empty runs of each tensor, in the order of their items.
-    pub(crate) fn owners(&self) -> &[Vec<OwnedRun>] {
+    pub(crate) fn by_tensor(&self) -> &[Vec<OwnedRun>] {
         &self.0.by_tensor
     }
 
+    /// Returns the detail of a collective's call that must agree.
     pub(crate) fn detail(&self) -> &str {
         &self.0.detail
     }
@@ -135,6 +137,7 @@ impl fmt::Debug for RunLayout {
     }
 }
 
+/// Groups the non-empty runs by tensor, each group in the order of its items, and checks them.
 fn group_by_tensor(
     tensors: &[(Shape, DType)],
     by_rank: &[Vec<Run>],
@@ -241,7 +244,7 @@ mod tests {
     #[test]
     fn owners_are_sorted_by_items() {
         let layout = layout([vec![run(0, 4..6), run(1, 0..0)], vec![run(0, 1..4), run(0, 0..1)]]);
-        let owners: Vec<_> = layout.unwrap().owners()[0]
+        let owners: Vec<_> = layout.unwrap().by_tensor()[0]
             .iter()
             .map(|owned| (owned.rank, owned.index, owned.items.clone()))
             .collect();

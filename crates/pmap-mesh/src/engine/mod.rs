@@ -31,7 +31,8 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
     /// order.
     fn begin(&self) -> Vec<Arc<dyn Engine>>;
 
-    /// Rejects a call if another thread makes the calls on this process's meshes.
+    /// Rejects a call from this thread if the calls on this process's meshes must come from another
+    /// thread.
     ///
     /// # Errors
     ///
@@ -43,9 +44,9 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
     /// Returns the traffic counters of this process's slots, in order.
     fn counters(&self) -> &[TrafficCounter];
 
-    /// Gathers the lists of all slots from the lists of each process's slots. If one process passes
-    /// an error, all processes fail. Every process makes this call between two calls of functions,
-    /// for the same `purpose`.
+    /// Returns the lists of all slots; `lists` has one list for each slot of this process. If one
+    /// process passes an error, all processes fail. Every process makes this call, with the same
+    /// `purpose`, between two calls of parallel functions.
     ///
     /// # Errors
     ///
@@ -57,22 +58,22 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
     ) -> error::Result<Vec<Vec<Tensor>>>;
 }
 
-/// The reason for an exchange between two calls.
+/// The reason for an exchange between two calls of parallel functions.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum AllgatherPurpose {
-    /// A call of the user.
+    /// The user's call of `process_allgather`.
     User,
-    /// The results of a call must be joined.
+    /// The join of a call's results.
     Results,
 }
 
 /// Moves tensors between the replicas of a group, for one replica in one call.
 ///
-/// All members of `ctx` call every collective with a `ctx.call` that agrees, and each gets its
-/// own result. Tensors arrive without a gradient graph, on any device; results are on the device of
-/// the argument. An engine checks that calls agree, and sums in rank order. It never leaves a
-/// member waiting for one that has failed or returned: it returns an error, and
-/// [`failure`](Self::failure) returns the cause.
+/// All members of a group call every collective, with contexts whose calls agree, and each member
+/// gets its own result. Arguments have no gradient graph and may be on any device; results are on
+/// the device of the argument. An engine checks that calls agree, and sums in rank order. It never
+/// lets a member wait for a member that has failed or returned: the collective returns an error,
+/// and [`failure`](Self::failure) returns the cause.
 pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Returns `x` reduced over all members.
     fn all_reduce(&self, ctx: &GroupContext, x: &Tensor, reduction: Reduction) -> Result<Tensor>;
@@ -83,17 +84,17 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Returns the n-th tensor of each member, where n is this member's rank.
     fn all_to_all(&self, ctx: &GroupContext, parts: Vec<Tensor>) -> Result<Vec<Tensor>>;
 
-    /// Returns the tensor of rank `from`, if this member receives one. All members pass the same
-    /// dtype and shape.
+    /// Sends this member's tensor to the members that receive from it, and returns the tensor of
+    /// rank `message.from`, if this member receives one. All members pass the same dtype and shape.
     fn receive(&self, ctx: &GroupContext, message: &SendReceive<'_>) -> Result<Option<Tensor>>;
 
-    /// Runs a collective of lists in a group of several members.
+    /// Runs a collective on lists in a group of several members.
     fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>>;
 
-    /// Starts a collective of lists without waiting for the other members.
+    /// Starts a collective on lists in a group of several members, without waiting for them.
     fn start(&self, ctx: &GroupContext, work: ListRequest) -> Result<Box<dyn PendingCollective>>;
 
-    /// Waits until all members have called it.
+    /// Waits until all members have called this method.
     fn barrier(&self, ctx: &GroupContext) -> Result<()>;
 
     /// Returns the traffic counter of this slot.
@@ -102,11 +103,11 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Records that this replica has returned, so that no other replica waits for it.
     fn finish(&self);
 
-    /// Fails the call for all replicas because this one failed.
+    /// Fails the call for all replicas, because this replica has failed.
     fn fail(&self, error: Error);
 
-    /// Returns true if the call failed because a replica's wait passed the deadline; other replicas
-    /// may still run.
+    /// Returns true if the call has failed because a replica waited until the deadline. Other
+    /// replicas may still run.
     fn deadline_passed(&self) -> bool {
         false
     }
@@ -159,7 +160,7 @@ impl GatheredTensors {
 /// The role of one member in a collective where some members only send or only receive.
 #[derive(Debug)]
 pub(crate) struct SendReceive<'a> {
-    /// The tensor to send. A member that only receives passes any tensor of the same dtype and shape,
+    /// The tensor to send. A member that only receives passes any tensor of the same dtype and shape
     /// on the device for the result.
     pub(crate) x: &'a Tensor,
     /// Whether `x` is sent to any member, including this one.
@@ -168,11 +169,11 @@ pub(crate) struct SendReceive<'a> {
     pub(crate) from: Option<usize>,
 }
 
-/// A request for a collective of lists of tensors.
+/// A request for a collective on lists of tensors.
 #[derive(Debug)]
 pub(crate) enum ListRequest {
-    /// Gathers the tensors of a layout from the runs that each member owns. Each is a leaf of
-    /// candle's graph.
+    /// Gathers the tensors of a layout from the runs that each member owns. Each result is a leaf
+    /// of candle's graph.
     Gather {
         /// This member's runs, in the order of the layout.
         own: Vec<Tensor>,
@@ -196,13 +197,13 @@ pub(crate) enum WantedTensors {
     ByRank(Arc<[Vec<Run>]>),
 }
 
-/// A collective that was started and not waited for.
+/// A collective that was started, and for which the replica has not waited yet.
 pub(crate) trait PendingCollective: fmt::Debug + Send {
-    /// Waits for the result.
+    /// Waits until the collective has finished, and returns its results.
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>>;
 }
 
-/// A collective with a result that is already known.
+/// A collective whose results exist already.
 #[derive(Debug)]
 pub(crate) struct FinishedCollective(pub(crate) Vec<Tensor>);
 
@@ -225,8 +226,8 @@ pub(crate) struct GroupContext {
 }
 
 impl GroupContext {
-    /// Returns the context of collective `op` of `slot` with the replicas that differ from it along
-    /// `axes` only. The call's location is the caller's caller.
+    /// Returns the context of collective `op` for `slot`, in the group of slots that differ from it
+    /// along `axes` only. The location of the call is the caller's, like that of a panic.
     #[track_caller]
     pub(crate) fn new(
         axes: MeshAxes,
@@ -256,7 +257,7 @@ impl GroupContext {
         })
     }
 
-    /// Adds a detail that must agree.
+    /// Sets a detail of the call that must agree.
     pub(crate) fn with_detail(mut self, detail: String) -> Self {
         Arc::make_mut(&mut self.call).detail = detail;
         self
@@ -268,7 +269,7 @@ impl GroupContext {
         self
     }
 
-    /// Returns the context of the backward collective.
+    /// Returns the context of the backward pass of this collective, for the gradient of its result.
     pub(crate) fn backward(&self, gradient: &Tensor) -> Self {
         let mut ctx = self.clone();
         let call = Arc::make_mut(&mut ctx.call);
@@ -293,7 +294,8 @@ impl GroupContext {
         self.members[self.rank]
     }
 
-    /// Returns a key that identifies the group in the mesh.
+    /// Returns a key that identifies the group in the mesh: its axes, and its index among the
+    /// groups along these axes.
     pub(crate) fn key(&self) -> (AxisSet, usize) {
         (self.call.set, self.group_index)
     }

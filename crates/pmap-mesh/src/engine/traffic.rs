@@ -1,11 +1,13 @@
-//! Counts of the bytes that the slots of a mesh contribute to collectives, independent of any plan.
+//! Counters of the collectives that each slot of a mesh has called, and of the bytes that the slot
+//! has contributed.
 
 use std::{
     ops::Sub,
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// The collectives of one slot, by kind; see [`DeviceMesh::traffic`](crate::DeviceMesh::traffic).
+/// The number and bytes of one slot's collectives, by kind; see
+/// [`DeviceMesh::traffic`](crate::DeviceMesh::traffic).
 ///
 /// Collectives over a group of one replica are not counted, since they send nothing.
 ///
@@ -54,7 +56,7 @@ pub struct Traffic {
 pub struct Tally {
     /// The number of calls.
     pub calls: u64,
-    /// The bytes of the tensors that the slot contributed, however the engine sends them.
+    /// The bytes of the tensors that the slot contributed. The engine may send more or fewer bytes.
     pub bytes: u64,
 }
 
@@ -85,7 +87,7 @@ impl Sub for Traffic {
     }
 }
 
-/// A kind of collective in the counts.
+/// The kind of a counted collective: one field of [`Traffic`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum CollectiveKind {
     AllReduce,
@@ -100,8 +102,8 @@ pub(crate) enum CollectiveKind {
 
 const N_KINDS: usize = CollectiveKind::Barrier as usize + 1;
 
-/// The counter of one slot. The alignment gives it separate cache lines, since slots would
-/// otherwise contend for one.
+/// The counter of one slot. Its alignment gives each counter separate cache lines, since the slots
+/// would contend for a shared line.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(crate) struct TrafficCounter([CountCell; N_KINDS]);
@@ -116,14 +118,17 @@ impl TrafficCounter {
     /// Counts a collective with this many bytes.
     pub(crate) fn count(&self, kind: CollectiveKind, bytes: usize) {
         let cell = &self.0[kind as usize];
-        // Counts are read between calls, and the end of a call orders them before the reader.
+        // `Relaxed` suffices: counts are read between calls, and the end of a call synchronizes its
+        // replicas with the reader.
         cell.calls.fetch_add(1, Ordering::Relaxed);
         cell.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
+    /// Returns the current counts.
     pub(crate) fn read(&self) -> Traffic {
         let tally = |kind: CollectiveKind| {
             let cell = &self.0[kind as usize];
+            // `Relaxed` suffices for the reason in `count`.
             let calls = cell.calls.load(Ordering::Relaxed);
             Tally { calls, bytes: cell.bytes.load(Ordering::Relaxed) }
         };

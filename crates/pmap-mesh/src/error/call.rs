@@ -13,10 +13,14 @@ use crate::axes::{AxisSet, MeshAxes};
 /// differ: a branch by rank may call the same collective from two places.
 #[derive(Clone, Debug)]
 pub struct CollectiveCall {
+    /// The name of the operation.
     pub(crate) op: &'static str,
-    /// The dimension, root or pairs of ranks of the operation, if it has any.
+    /// The parameters of the operation that must agree, such as a dimension or a root; empty if it
+    /// has none.
     pub(crate) detail: String,
+    /// The axes as a set.
     pub(crate) set: AxisSet,
+    /// The axes as the caller named them.
     pub(crate) axes: MeshAxes,
     pub(crate) dtype: Option<DType>,
     pub(crate) shape: Vec<usize>,
@@ -26,6 +30,7 @@ pub struct CollectiveCall {
 }
 
 impl CollectiveCall {
+    /// Returns true if all parameters that must agree are equal.
     pub(crate) fn agrees_with(&self, other: &Self) -> bool {
         self.op == other.op
             && self.detail == other.detail
@@ -36,7 +41,7 @@ impl CollectiveCall {
             && self.sizes().eq(other.sizes())
     }
 
-    /// Returns the sizes that must agree.
+    /// Returns the sizes in all dimensions but the free one, which must agree.
     fn sizes(&self) -> impl Iterator<Item = usize> {
         let free_dim = self.free_dim;
         self.shape

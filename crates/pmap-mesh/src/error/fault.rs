@@ -1,4 +1,4 @@
-//! Ways in which a spec does not fit a tensor.
+//! Faults of specs: the ways in which a spec does not fit its tensor.
 
 use std::fmt;
 
@@ -16,7 +16,7 @@ pub enum SpecFault {
         specs: usize,
         /// The number of arguments or results: the elements of a tuple.
         arguments: usize,
-        /// The number of tensors in them.
+        /// The number of tensors in these arguments or results.
         tensors: usize,
     },
     /// The mesh has no such axis.
@@ -48,19 +48,19 @@ pub enum SpecFault {
         side: Side,
         /// The index of the tensor on its side.
         index: usize,
-        /// The requested dimension; negative ones count from the end.
+        /// The requested dimension; a negative one counts from the end.
         dim: isize,
         /// The shape of the tensor.
         shape: Vec<usize>,
     },
-    /// The devices cannot get equal shards; with [`Uneven::Balanced`](crate::Uneven::Balanced), not
-    /// every device can get one.
+    /// The devices cannot get shards of equal size; with
+    /// [`Uneven::Balanced`](crate::Uneven::Balanced), there are fewer rows than devices.
     NotDivisible {
         /// The index of the input.
         index: usize,
         /// The dimension to cut.
         dim: usize,
-        /// The size of the dimension, after earlier cuts of it.
+        /// The size of the dimension, after earlier cuts of this dimension.
         size: usize,
         /// The shape of the input.
         shape: Vec<usize>,
@@ -74,7 +74,7 @@ pub enum SpecFault {
         index: usize,
         /// The dimension to cut.
         dim: usize,
-        /// Its size before the uneven cut.
+        /// The size of the dimension before the uneven cut.
         size: usize,
         /// The shape of the input.
         shape: Vec<usize>,
@@ -85,18 +85,19 @@ pub enum SpecFault {
     MeanOfIntegers {
         /// The index of the output.
         index: usize,
-        /// Its dtype.
+        /// The dtype of the output.
         dtype: DType,
     },
-    /// A kept tensor and its result differ in size.
-    KeptSize {
+    /// A result does not fill the tensor that the caller of
+    /// [`PMap::call_into`](crate::PMap::call_into) passed for it.
+    OutputSize {
         /// The index of the output.
         index: usize,
-        /// The dimension in which they differ.
+        /// The dimension in which the sizes differ.
         dim: usize,
         /// The size of the result.
         size: usize,
-        /// The shape of the kept tensor.
+        /// The shape of the caller's tensor.
         shape: Vec<usize>,
     },
 }
@@ -142,9 +143,9 @@ impl fmt::Display for SpecFault {
                     dtype.as_str()
                 )
             }
-            Self::KeptSize { index, dim, size, shape } => write!(
+            Self::OutputSize { index, dim, size, shape } => write!(
                 f,
-                "output {index} has size {size} in dimension {dim}, the tensor kept for it has shape {shape:?}"
+                "output {index} has size {size} in dimension {dim}, but the tensor passed for it has shape {shape:?}"
             ),
         }
     }

@@ -1,4 +1,4 @@
-//! The errors of a mesh, before a replica starts and inside it.
+//! The errors of meshes: from before a replica starts, and from inside a replica.
 
 pub(crate) mod call;
 pub(crate) mod fault;
@@ -11,14 +11,15 @@ use candle_core::DeviceLocation;
 
 use crate::error::{call::CollectiveCall, fault::SpecFault};
 
-/// The result of making or calling a parallel function.
+/// The result of a fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a mesh could not be made, or a call on it failed.
+/// Why a mesh could not be made, or a call on a mesh failed.
 ///
-/// An error with an underlying cause, such as one of candle's errors, stores it in a field `cause`
-/// and includes it in its message, in one line and without candle's backtrace. So
-/// [`source`](std::error::Error::source) is `None`: printing the chain of errors repeats nothing.
+/// An error with an underlying cause, such as one of candle's errors, has the cause in its field
+/// `cause`. Its message includes the cause's message in one line, without candle's backtrace, and
+/// [`source`](std::error::Error::source) is `None`, so printing the chain of errors repeats
+/// nothing.
 ///
 /// # Examples
 ///
@@ -38,7 +39,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A mesh cannot be made, or lacks the requested axis or device.
+    /// A mesh cannot be made, or lacks a requested axis or device.
     #[error(transparent)]
     Mesh(#[from] MeshError),
     /// Specs do not fit the tensors. Lists all faults.
@@ -109,10 +110,10 @@ pub enum MeshError {
         /// The size of the axis.
         size: usize,
     },
-    /// The number of devices is not the size of the grid.
+    /// The number of devices is not the number of slots.
     #[error("{devices} devices do not fill a mesh of {slots} slots")]
     DeviceCount {
-        /// The number of devices given.
+        /// The number of devices.
         devices: usize,
         /// The product of the sizes of all axes.
         slots: usize,
@@ -155,8 +156,8 @@ pub enum MeshError {
 
 /// Why an argument cannot be cut, or results cannot be joined.
 ///
-/// An index of an input or output counts the tensors in the order in which they appear in the
-/// arguments or results, from 0.
+/// The index of an input or output is the position of its tensor among all tensors of the arguments
+/// or results, from 0.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ValueError {
@@ -175,19 +176,20 @@ pub enum ValueError {
     /// different number of lists than this process has slots.
     #[error("got {lists} lists for the {slots} slots of this process")]
     ListCount {
-        /// The number of lists given.
+        /// The number of lists that were passed.
         lists: usize,
         /// The number of slots in this process.
         slots: usize,
     },
-    /// The replicas returned different numbers of tensors.
+    /// The replicas returned different numbers of tensors, or not as many as
+    /// [`PMap::call_into`](crate::PMap::call_into) got for the results.
     #[error("replica {slot} returned {tensors} tensors, expected {expected}")]
     OutputCount {
-        /// The replica that differs from replica 0, or 0 if the number of kept tensors differs.
+        /// The first replica whose number of tensors is wrong.
         slot: usize,
-        /// The number of tensors that it returned.
+        /// The number of tensors that this replica returned.
         tensors: usize,
-        /// The number of tensors that replica 0 returned, or of kept tensors.
+        /// The number of tensors that replica 0 returned, or that the caller passed.
         expected: usize,
     },
     /// Two processes join the results of a call in different ways.
@@ -199,7 +201,7 @@ pub enum ValueError {
         /// The first replica that differs from replica 0.
         slot: usize,
     },
-    /// An output differs between two replicas although its spec declares it replicated; see
+    /// An output differs between two replicas, although its spec declares it replicated; see
     /// [`PMap::trust_replicated`](crate::PMap::trust_replicated).
     #[error(
         "output {index} differs between replicas {first} and {slot}, but its spec declares it replicated"
@@ -230,7 +232,8 @@ pub enum ValueError {
     },
 }
 
-/// Why ranges of tensors are no valid layout; see [`RunLayout`](crate::support::RunLayout).
+/// Why the runs of some tensors are not a valid layout; see
+/// [`RunLayout`](crate::support::RunLayout).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutFault {
@@ -261,7 +264,7 @@ pub enum LayoutFault {
     TooLarge {
         /// The index of the tensor.
         tensor: usize,
-        /// Its shape.
+        /// The shape of the tensor.
         dims: Vec<usize>,
     },
     /// An item has no owner.
@@ -277,11 +280,11 @@ pub enum LayoutFault {
     OverlappingRuns {
         /// The index of the tensor.
         tensor: usize,
-        /// The first such item.
+        /// The first item with two owners.
         item: usize,
-        /// One owner.
+        /// The rank of one owner.
         first: usize,
-        /// The other owner.
+        /// The rank of the other owner.
         second: usize,
     },
 }
@@ -290,8 +293,8 @@ pub enum LayoutFault {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReplicaError {
-    /// The function returned an error on one device. If it failed on several, this is the error of
-    /// the lowest slot.
+    /// The function returned an error on one device. If it failed on several devices, this is the
+    /// error of the lowest slot.
     #[error("replica {slot} on {device:?} failed: {}", one_line(cause))]
     Failed {
         /// The replica's slot in the mesh.
@@ -311,7 +314,7 @@ pub enum ReplicaError {
         /// The panic's message.
         message: String,
     },
-    /// A replica called a parallel function; its worker would wait for itself.
+    /// A replica called a parallel function, so that its worker would wait for itself.
     ///
     /// A call from a thread that a replica has started is not detected, and deadlocks if the
     /// replica waits for that thread.
@@ -320,9 +323,9 @@ pub enum ReplicaError {
          mesh whose workers wait for this one; call it between two calls instead"
     )]
     Nested,
-    /// A replica of an earlier call is still running after its call missed the mesh's deadline; the
-    /// mesh can be used again when it returns. The rejected call has not begun in that slot, and in
-    /// others only if it was made before the deadline.
+    /// A replica of an earlier call still runs after this earlier call missed the mesh's deadline;
+    /// the mesh can be used again when the replica returns. The rejected call has not begun in that
+    /// slot. It has begun in other slots only if it was made before the deadline.
     #[error(
         "slot {slot} is busy: its replica of the call at {call} has not returned since that call missed the mesh's \
          deadline"
@@ -339,7 +342,7 @@ pub enum ReplicaError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CollectiveError {
-    /// A collective ended because another replica failed. Only a replica sees this error; the call
+    /// A collective ended because another replica failed. Only replicas get this error; the call
     /// itself returns the cause.
     #[error("ended by replica {slot}: {cause}")]
     Aborted {
@@ -355,12 +358,12 @@ pub enum CollectiveError {
         left: usize,
         /// The first replica's call and its location.
         left_call: String,
-        /// The other replica; the same one if two of its threads called at once.
+        /// The other replica; equal to `left` if two threads of this replica called at once.
         right: usize,
         /// The other replica's call and its location.
         right_call: String,
     },
-    /// A replica returned while another one waits for it in a collective.
+    /// A replica returned while another replica waits for it in a collective.
     #[error("replica {slot} has returned while replica {waiting} waits for it in {call}")]
     PeerReturned {
         /// The replica that returned.
@@ -400,18 +403,18 @@ pub enum CollectiveError {
         call: Arc<CollectiveCall>,
     },
     /// Every replica that has not returned waits, in groups that cannot complete.
-    #[error("all replicas wait for each other: {}", waiters(waiting))]
+    #[error("all replicas wait for each other: {}", list_waiting(waiting))]
     Deadlock {
         /// The waiting replicas and their calls.
         waiting: Vec<(usize, Arc<CollectiveCall>)>,
     },
     /// A replica waited in a collective for longer than the mesh allows.
-    #[error("replica {slot} waited for more than {limit:?} in {call}{}", absent(missing))]
+    #[error("replica {slot} waited for more than {limit:?} in {call}{}", list_missing(missing))]
     Deadline {
         /// The replica that waited.
         slot: usize,
-        /// The replicas of its group that have not arrived, or not finished; empty if that cannot
-        /// be known, as over NCCL.
+        /// The replicas of the group that have not arrived or not finished; empty if they are
+        /// unknown, as over NCCL.
         missing: Vec<usize>,
         /// The call in which it waited.
         call: Arc<CollectiveCall>,
@@ -428,7 +431,8 @@ pub enum CollectiveError {
         call: Arc<CollectiveCall>,
         /// The device of the tensor.
         found: DeviceLocation,
-        /// The device of the replica; candle distinguishes two handles of one device.
+        /// The device of the replica. It may have the same index as `found`, since candle
+        /// distinguishes two handles of one device.
         expected: DeviceLocation,
     },
 }
@@ -437,7 +441,7 @@ pub enum CollectiveError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ProcessError {
-    /// MPI could not be started, or the number of its processes is not the number of slots.
+    /// MPI could not be started, or the number of processes is not the number of slots.
     #[cfg(feature = "mpi")]
     #[error("MPI: {reason}")]
     Mpi {
@@ -456,8 +460,8 @@ pub enum ProcessError {
     ///
     /// The kind of the cause is [`AlreadyExists`](std::io::ErrorKind::AlreadyExists) for the file
     /// of another mesh, [`TimedOut`](std::io::ErrorKind::TimedOut) if another rank has not written
-    /// it in time, and [`InvalidData`](std::io::ErrorKind::InvalidData) for a file of another
-    /// version or another world.
+    /// the file in time, and [`InvalidData`](std::io::ErrorKind::InvalidData) for a file of another
+    /// version or for another number of processes.
     #[cfg(feature = "nccl")]
     #[error("the processes cannot find each other at {}: {}", path.display(), in_one_line(cause))]
     Store {
@@ -466,9 +470,10 @@ pub enum ProcessError {
         /// The error of the file.
         cause: std::io::Error,
     },
-    /// A second thread of a process called a function on a mesh that spans several processes.
-    /// Collectives are matched in the order in which each process makes them, and two threads do
-    /// not keep an order. Over MPI one thread makes the calls on all meshes of a process.
+    /// A second thread of a process called a function on a mesh that spans several processes. This
+    /// is rejected because collectives are matched in the order in which each process makes them,
+    /// and two threads have no common order. Over MPI one thread must make the calls on all meshes
+    /// of a process.
     #[error(
         "thread {name} uses a mesh of several processes, but another thread has called on one before: make all calls \
          from one thread, since two threads would make them in a different order in every process"
@@ -478,8 +483,8 @@ pub enum ProcessError {
         name: String,
     },
     /// The processes of a mesh failed to exchange data, at the end of a call or in
-    /// [`DeviceMesh::process_allgather`](crate::DeviceMesh::process_allgather). One reason is that
-    /// one process reached the end of a call while another called `process_allgather`.
+    /// [`DeviceMesh::process_allgather`](crate::DeviceMesh::process_allgather). This happens, for
+    /// example, if one process reaches the end of a call while another calls `process_allgather`.
     #[error("failed to exchange results between processes: {}", one_line(cause))]
     Exchange {
         /// The error of the exchange.
@@ -494,7 +499,7 @@ pub enum ProcessError {
         /// The message of its error.
         reason: String,
     },
-    /// A feature that meshes over several processes lack.
+    /// A mesh of several processes does not support a feature.
     #[error("{what} of a mesh that spans several processes is not supported")]
     Unsupported {
         /// The name of the feature.
@@ -503,12 +508,12 @@ pub enum ProcessError {
 }
 
 impl Error {
-    /// Returns a function that wraps the error of cutting or moving input `index`.
+    /// Returns a function that wraps candle's error from cutting or moving input number `index`.
     pub(crate) fn shard(index: usize) -> impl FnOnce(candle_core::Error) -> Self {
         move |cause| ValueError::Shard { index, cause }.into()
     }
 
-    /// Returns a function that wraps the error of joining output `index`.
+    /// Returns a function that wraps candle's error from joining output number `index`.
     pub(crate) fn gather(index: usize) -> impl FnOnce(candle_core::Error) -> Self {
         move |cause| ValueError::Gather { index, cause }.into()
     }
@@ -553,14 +558,15 @@ fn in_one_line(error: &(dyn StdError + 'static)) -> String {
     messages.join(": ")
 }
 
-fn waiters(waiting: &[(usize, Arc<CollectiveCall>)]) -> String {
-    let waiters: Vec<String> =
+/// Lists the waiting replicas and their calls.
+fn list_waiting(waiting: &[(usize, Arc<CollectiveCall>)]) -> String {
+    let replicas: Vec<String> =
         waiting.iter().map(|(slot, call)| format!("replica {slot} in {call}")).collect();
-    waiters.join(", ")
+    replicas.join(", ")
 }
 
-/// Lists the replicas that missed a deadline, as far as they are known.
-fn absent(missing: &[usize]) -> String {
+/// Lists the replicas that missed a deadline; empty if they are unknown.
+fn list_missing(missing: &[usize]) -> String {
     let slots: Vec<String> = missing.iter().map(ToString::to_string).collect();
     match slots.len() {
         0 => String::new(),

@@ -51,9 +51,9 @@ impl<I, O> SlotCall<I, O> {
 }
 
 impl<I, O, F> PmapCall<I, O, F> {
-    /// Takes the results of all slots, or returns the failure, after all replicas have ended.
+    /// Takes the results of all slots, or returns the call's failure. All replicas must have ended.
     #[expect(clippy::expect_used, reason = "a replica without a result has recorded a failure")]
-    pub(super) fn results(&self) -> Result<Vec<O>> {
+    pub(super) fn take_results(&self) -> Result<Vec<O>> {
         if let Some(failure) = self.failure() {
             return Err(failure);
         }
@@ -79,9 +79,9 @@ impl<I, O, F> PmapCall<I, O, F> {
         })
     }
 
-    /// Returns the call in which a returned replica waits until all have returned.
-    #[expect(clippy::expect_used, reason = "every mesh has all axes")]
-    fn end_of_call(&self) -> CollectiveCall {
+    /// Returns a description of the wait of a returned replica for the other replicas, for errors.
+    #[expect(clippy::expect_used, reason = "the set of all axes exists on every mesh")]
+    fn final_wait(&self) -> CollectiveCall {
         CollectiveCall {
             op: "the end of the function",
             detail: String::new(),
@@ -119,12 +119,12 @@ where
         if let Some(failure) = self.failure() {
             return failure;
         }
-        // All slots of the mesh are in this process: with several processes, each has one slot and
-        // cannot be stuck here.
+        // All slots of the mesh are in this process: with several processes, each process has one
+        // slot, and a single slot cannot be stuck.
         let slot = (0..self.slots.len()).find(|slot| !stuck.contains(slot)).expect("one has ended");
         let missing = stuck.to_vec();
         let late =
-            CollectiveError::Deadline { slot, missing, call: Arc::new(self.end_of_call()), limit };
+            CollectiveError::Deadline { slot, missing, call: Arc::new(self.final_wait()), limit };
         self.slots[slot].engine.fail(late.into());
         self.failure().expect("a failure was recorded above")
     }

@@ -1,4 +1,4 @@
-//! Exchange of results between processes before they are joined, and of fingerprints of results
+//! The exchange, between processes, of results that are joined, and of the fingerprints of results
 //! that must be equal.
 
 use std::iter;
@@ -19,24 +19,28 @@ use crate::{
 pub(super) struct ResultExchange<'a> {
     pub(super) mesh: &'a DeviceMesh,
     pub(super) specs: &'a Specs,
-    /// The resolved `specs` of this process's results; `None` if the specs do not fit. The process
-    /// takes part in the exchange even then, so that the others see the mismatch.
+    /// The resolved `specs` of this process's results; `None` if the specs do not fit the results.
+    /// The process then still takes part in the exchange, so that the other processes see the
+    /// mismatch.
     pub(super) resolved: Option<&'a [ResolvedSpec]>,
     /// Whether to skip the comparison of replicated results.
     pub(super) trust: bool,
 }
 
 impl ResultExchange<'_> {
-    /// Returns the results of all slots, given the results of this process's slots, and the
-    /// comparison for replicated results. Every process calls it.
+    /// Exchanges results with the other processes; `own` are the results of this process's slots.
+    /// Returns the results of all slots, and the comparison of replicated results. Every process
+    /// makes this call.
     ///
-    /// An unjoined result of a slot is replaced by this process's result if it is replicated, and
-    /// otherwise by an empty tensor.
+    /// Only the first of several replicas sends a result that is joined; the results of the other
+    /// replicas are empty tensors. A result that is not joined is not sent: for all slots, this
+    /// process's result is returned.
     ///
     /// # Errors
     ///
-    /// [`ValueError::OutAxes`] and [`ValueError::OutputCount`], on all processes. If one process
-    /// fails, its error there and [`ProcessError::Peer`](crate::ProcessError::Peer) on the others.
+    /// On all processes, [`ValueError::OutAxes`] and [`ValueError::OutputCount`]. If one process
+    /// fails, that process gets its error, and the others get
+    /// [`ProcessError::Peer`](crate::ProcessError::Peer).
     pub(super) fn run(&self, own: &[Vec<Tensor>]) -> Result<(Vec<Vec<Tensor>>, Comparison)> {
         let slots = self.mesh.local_slots().zip(own);
         let lists = slots.map(|(slot, results)| self.encode_results(slot, results)).collect();
@@ -44,9 +48,9 @@ impl ResultExchange<'_> {
         let mut agreements = Vec::new();
         let mut fingerprints = Vec::new();
         for list in self.mesh.exchange_results(lists)? {
-            let (agreement, prints, results) = decode_results(list)?;
+            let (agreement, slot_fingerprints, results) = decode_results(list)?;
             agreements.push(agreement);
-            fingerprints.push(prints);
+            fingerprints.push(slot_fingerprints);
             per_slot.push(results);
         }
         check_counts(&per_slot)?;
@@ -67,48 +71,50 @@ impl ResultExchange<'_> {
     }
 
     /// Encodes a slot's results for the other processes: a tensor of words, followed by the
-    /// results. The first word must agree; each of the others is the fingerprint of a result.
+    /// results. The first word must be equal for all slots. Each later word is the fingerprint of a
+    /// result.
     fn encode_results(&self, slot: usize, results: &[Tensor]) -> Result<Vec<Tensor>> {
         let mut words = vec![self.agreement_word()];
-        let mut sent = Vec::with_capacity(results.len());
+        let mut messages = Vec::with_capacity(results.len());
         for (index, result) in results.iter().enumerate() {
-            let (print, joined) = self.encode_result(index, slot, result)?;
-            words.push(print);
-            sent.push(joined);
+            let (fingerprint, message) = self.encode_result(index, slot, result)?;
+            words.push(fingerprint);
+            messages.push(message);
         }
-        let words: Vec<i64> = words.into_iter().map(u64::cast_signed).collect();
-        let words = Tensor::new(words, &Device::Cpu).map_err(Error::gather(0))?;
-        Ok(iter::once(words).chain(sent).collect())
+        let signed_words: Vec<i64> = words.into_iter().map(u64::cast_signed).collect();
+        let word_tensor = Tensor::new(signed_words, &Device::Cpu).map_err(Error::gather(0))?;
+        Ok(iter::once(word_tensor).chain(messages).collect())
     }
 
-    /// Returns the fingerprint of a result, or 0 if it is not compared, and the tensor to send for
-    /// it.
+    /// Returns the fingerprint of a slot's result, or 0 if the result is not compared, and the
+    /// tensor to send for the result.
     fn encode_result(&self, index: usize, slot: usize, result: &Tensor) -> Result<(u64, Tensor)> {
         let topology = self.mesh.topology();
-        let replicated = match self.resolved {
+        let replicated_set = match self.resolved {
             Some(specs) => replicated_axes(&specs[index], topology)?,
             None => 0,
         };
-        let is_compared = !self.trust && topology.size(replicated) > 1;
-        let print = if is_compared { fingerprint(result) } else { Ok(0) };
-        let is_first = topology.groups(replicated).position(slot).rank == 0;
-        let sent = if is_first && self.is_joined(index) {
-            Ok(result.clone())
+        let is_compared = !self.trust && topology.size(replicated_set) > 1;
+        let fingerprint =
+            if is_compared { fingerprint(result).map_err(Error::gather(index))? } else { 0 };
+        let is_first = topology.groups(replicated_set).position(slot).rank == 0;
+        let message = if is_first && self.is_joined(index) {
+            result.clone()
         } else {
-            Tensor::zeros(0, DType::U8, &Device::Cpu)
+            Tensor::zeros(0, DType::U8, &Device::Cpu).map_err(Error::gather(index))?
         };
-        Ok((print.map_err(Error::gather(index))?, sent.map_err(Error::gather(index))?))
+        Ok((fingerprint, message))
     }
 
     /// Returns a hash that differs if two processes treat their results differently.
     fn agreement_word(&self) -> u64 {
-        // Hash the specs both as written and as resolved for each result: equal specs mean
-        // different things for trees of different form.
+        // Hash the specs and the resolved specs of each result, because results of different
+        // structure resolve the same specs differently.
         let text = format!("{:?}, {:?}, trusted: {}", self.specs, self.resolved, self.trust);
         Fingerprint::new().write_bytes(text.as_bytes()).finish()
     }
 
-    /// Returns true if several slots' results are joined into this result.
+    /// Returns true if result number `index` is joined from the results of several slots.
     fn is_joined(&self, index: usize) -> bool {
         self.resolved.is_some_and(|specs| !specs[index].is_empty())
     }
@@ -126,17 +132,17 @@ pub(super) fn check_counts(per_slot: &[Vec<Tensor>]) -> Result<()> {
     }
 }
 
-/// Decodes a slot's [encoded](ResultExchange::encode_results) results: the word that must agree, the
-/// fingerprints, and the results.
+/// Decodes a slot's results from [`encode_results`](ResultExchange::encode_results). Returns the
+/// word that must be equal for all slots, the fingerprints, and the results.
 #[expect(
     clippy::expect_used,
     reason = "every list under `AllgatherPurpose::Results` is from `encode_results`"
 )]
 fn decode_results(list: Vec<Tensor>) -> Result<(u64, Vec<u64>, Vec<Tensor>)> {
     let mut list = list.into_iter();
-    let words = list.next().expect("a list begins with its words");
-    let words: Vec<i64> = words.to_vec1().map_err(Error::gather(0))?;
-    let mut words = words.into_iter().map(i64::cast_unsigned);
+    let word_tensor = list.next().expect("a list begins with its words");
+    let signed_words: Vec<i64> = word_tensor.to_vec1().map_err(Error::gather(0))?;
+    let mut words = signed_words.into_iter().map(i64::cast_unsigned);
     let agreement = words.next().expect("words begin with the one that must agree");
     Ok((agreement, words.collect(), list.collect()))
 }

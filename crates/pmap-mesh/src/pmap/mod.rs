@@ -37,7 +37,7 @@ use crate::{
 ///
 /// # Determinism
 ///
-/// Results are joined in the order of the mesh, whichever device finishes first.
+/// Results are joined in the order of the mesh, independently of the order in which devices finish.
 ///
 /// # References
 ///
@@ -46,8 +46,8 @@ use crate::{
 pub struct PMap<I, O, F> {
     mesh: DeviceMesh,
     f: Arc<F>,
-    /// The function that waits for the replicas: [`Workers::run`] if `F` borrows nothing, otherwise
-    /// [`Workers::run_scoped`].
+    /// The function that runs the replicas and waits for them: [`Workers::run`] if `F` borrows
+    /// nothing, otherwise [`Workers::run_scoped`].
     run_call: RunFunction<I, O, F>,
     in_axes: Specs,
     out_axes: Specs,
@@ -71,8 +71,8 @@ impl DeviceMesh {
     /// [`PMap::out_axes`]. The first argument of `f`, a [`Replica`], holds the slot and device, and
     /// runs collectives with the other replicas.
     ///
-    /// `f` owns its captures, so that a call can return at its [deadline] even if a replica does
-    /// not; [`pmap_scoped`](Self::pmap_scoped) is for functions that borrow.
+    /// `f` owns its captures, so that a call can return at its [deadline] even if a replica has not
+    /// returned. For functions that borrow, see [`pmap_scoped`](Self::pmap_scoped).
     ///
     /// [deadline]: crate::DeviceMeshBuilder::deadline
     ///
@@ -105,11 +105,11 @@ impl DeviceMesh {
     /// Returns a function like [`pmap`](Self::pmap), but `f` may borrow, like the closures of
     /// [`std::thread::scope`].
     ///
-    /// A call waits for every replica that has begun, since each may use the borrowed data until it
-    /// returns. On a mesh with a [deadline](crate::DeviceMeshBuilder::deadline), a replica that
-    /// does not return in time therefore ends the **process**, with exit code 1 and the error on
-    /// standard error, where a call of `pmap` would return the error. Without a deadline the call
-    /// waits indefinitely.
+    /// A call waits for every replica that has begun, since a replica may use the borrowed data
+    /// until it returns. On a mesh with a [deadline](crate::DeviceMeshBuilder::deadline), a replica
+    /// that does not return in time therefore ends the **process**: the error is printed to
+    /// standard error, and the exit code is 1. (A call of a `pmap` function would return the
+    /// error.) Without a deadline the call waits indefinitely.
     ///
     /// # Examples
     ///
@@ -160,7 +160,8 @@ where
         }
     }
 
-    /// Sets how the arguments are cut: a [`P`] for each tensor, for each argument, or one for all.
+    /// Sets how the arguments are cut: one [`P`] for each tensor, one for each argument, or one for
+    /// all tensors.
     ///
     /// By default the first tensor is cut in dimension 0 over all devices and the others are
     /// replicated.
@@ -222,15 +223,15 @@ where
 
     /// Returns the first device's replicated results without a comparison.
     ///
-    /// By default they are compared to the bit with the results of the other devices, since the
-    /// first of several different results would be arbitrary. The comparison reads all of them, and
-    /// copies them to the host from GPUs: cheap for a loss, expensive for the parameters of a
-    /// model.
+    /// By default the bits of these results are compared with the results of the other devices,
+    /// since the first of several different results would be arbitrary. The comparison reads all
+    /// replicated results, and copies results on GPUs to the host: this is cheap for a loss, and
+    /// expensive for the parameters of a model.
     ///
     /// Processes compare a 64-bit fingerprint of each result, in one small collective at the end of
-    /// the call; joined results are sent in the same one. All processes must agree on this setting:
-    /// a process that trusts results that are all replicated skips that collective, and the others
-    /// would wait for it.
+    /// the call; the same collective sends joined results. All processes must agree on this
+    /// setting: if all results are replicated, a process that trusts them skips this collective,
+    /// and processes that do not trust them would wait for it.
     ///
     /// # Examples
     ///
@@ -261,12 +262,13 @@ where
 
     /// Runs the function on every device and returns the results on the first device of the mesh.
     ///
-    /// Shards that stay on the argument's device are views if dimension 0 is cut, and a replicated
-    /// argument is the caller's tensor: all replicas see in-place writes of the function.
+    /// Arguments are not copied if they stay on their device and are replicated or cut in dimension
+    /// 0. In-place writes of the function then change the caller's tensor, and other replicas see
+    /// them.
     ///
     /// Arguments and results that change their device go through host memory. Pending work on all
     /// devices of the mesh finishes before the function runs, so captured tensors are complete.
-    /// Captured tensors must be on [`Replica::device`], or be moved there by the function.
+    /// Captured tensors must be on [`Replica::device`], unless the function moves them there.
     ///
     /// No thread may [`set`](candle_core::Var::set) a variable while a replica computes with it:
     /// candle would deadlock in an operation such as `v * v`, which locks the variable twice.
@@ -275,21 +277,22 @@ where
     /// results, since their graph would contain only one replica's part. Call `backward` inside the
     /// function and return the gradients of variables that it captures or creates.
     ///
-    /// A call inside a replica fails with [`ReplicaError::Nested`]. Only the mesh's threads are
-    /// detected: if a replica starts a thread that calls the same mesh, and waits for that thread,
-    /// the call deadlocks. A deadline ends it only after another replica has returned or waits in a
-    /// collective.
+    /// A call inside a replica fails with [`ReplicaError::Nested`]. This is detected only on the
+    /// mesh's threads: if a replica starts a thread that calls the same mesh, and waits for that
+    /// thread, both calls deadlock. The mesh's deadline ends the outer call only after another
+    /// replica has returned or waits in a collective.
+    ///
     /// # Errors
     ///
     /// Before a replica starts: [`Error::Specs`] with all faults of the arguments, and
     /// [`ReplicaError::Nested`]. From a replica: [`ReplicaError::Failed`],
     /// [`ReplicaError::Panicked`] and each [`CollectiveError`]; the mesh can be used again at once.
     /// Over several processes: [`ProcessError::WrongThread`] for a second calling thread. If a
-    /// replica has not returned by the mesh's [deadline], the call returns without it, and all
-    /// queued and later calls fail with [`ReplicaError::Stuck`] until it does. After the replicas:
-    /// [`Error::Specs`], [`ValueError::OutputCount`], [`ValueError::NotReplicated`],
-    /// [`ValueError::Gather`] and, over several processes, [`ValueError::OutAxes`],
-    /// [`ProcessError::Exchange`] and [`ProcessError::Peer`].
+    /// replica has not returned by the mesh's [deadline], the call returns without waiting for it,
+    /// and all queued and later calls fail with [`ReplicaError::Stuck`] until the replica returns.
+    /// After the replicas: [`Error::Specs`], [`ValueError::OutputCount`],
+    /// [`ValueError::NotReplicated`], [`ValueError::Gather`] and, over several processes,
+    /// [`ValueError::OutAxes`], [`ProcessError::Exchange`] and [`ProcessError::Peer`].
     ///
     /// [deadline]: crate::DeviceMeshBuilder::deadline
     /// [`Error::Specs`]: crate::Error::Specs
@@ -310,15 +313,15 @@ where
         self.call_sharded(arguments)?.join(&self.out_axes, self.trust)
     }
 
-    /// Runs the function as [`call`](Self::call) does, with the given step for [`Replica::rng`].
-    /// Other calls count their steps from 0, independently of given steps.
+    /// Runs the function as [`call`](Self::call) does, with step `step` for [`Replica::rng`]. Calls
+    /// of other methods count their steps from 0, independently of `step`.
     ///
     /// # Errors
     ///
     /// The errors of [`call`](Self::call).
     #[expect(
         clippy::needless_pass_by_value,
-        reason = "arguments are given away, as to any function of tensors"
+        reason = "arguments are passed by value, as to the function itself"
     )]
     #[track_caller]
     pub fn call_at(&self, step: u64, arguments: I) -> Result<O> {
@@ -328,17 +331,18 @@ where
     }
 
     /// Runs the function as [`call`](Self::call) does, and writes the results into the tensors of
-    /// `kept`.
+    /// `out`.
     ///
-    /// They must be contiguous, of the results' shapes, and on the first device of the mesh. For
-    /// large results this is faster: allocating fresh memory costs more than copying.
+    /// These tensors must be contiguous, have the shapes of the results, and be on the first device
+    /// of the mesh. For large results this is faster than [`call`](Self::call), because allocating
+    /// new memory costs more than copying.
     ///
     /// # Errors
     ///
-    /// The errors of [`call`](Self::call). On an error the contents of `kept` are unspecified.
+    /// The errors of [`call`](Self::call). After an error the contents of `out` are unspecified.
     #[track_caller]
-    pub fn call_into(&self, arguments: I, kept: &O) -> Result<()> {
-        self.call_sharded(arguments)?.join_into(&self.out_axes, kept, self.trust)
+    pub fn call_into(&self, arguments: I, out: &O) -> Result<()> {
+        self.call_sharded(arguments)?.join_into(&self.out_axes, out, self.trust)
     }
 
     /// Runs the function on every device and leaves the results on their devices.
@@ -348,7 +352,7 @@ where
     /// The errors of [`call`](Self::call) that precede gathering.
     #[expect(
         clippy::needless_pass_by_value,
-        reason = "arguments are given away, as to any function of tensors"
+        reason = "arguments are passed by value, as to the function itself"
     )]
     #[track_caller]
     pub fn call_sharded(&self, arguments: I) -> Result<Sharded<O>> {
@@ -376,7 +380,7 @@ where
 
     /// Returns the step of a call without an explicit step.
     fn next_step(&self) -> u64 {
-        // Only the number counts; it publishes no other data.
+        // `Relaxed` suffices: the counter only assigns numbers, and publishes no other data.
         self.calls.fetch_add(1, Ordering::Relaxed)
     }
 
@@ -403,7 +407,7 @@ where
                 .collect(),
         });
         (self.run_call)(self.mesh.workers(), &call, location)?;
-        Ok(Sharded::new(self.mesh.clone(), call.results()?, cut))
+        Ok(Sharded::new(self.mesh.clone(), call.take_results()?, cut))
     }
 }
 

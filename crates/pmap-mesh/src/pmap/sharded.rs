@@ -17,7 +17,8 @@ use crate::{
     },
 };
 
-/// A value in shards on the devices of a mesh: results of one call that are arguments of the next.
+/// A value in shards on the devices of a mesh. The results of one call can be the arguments of the
+/// next call without being gathered.
 ///
 /// It is created by [`DeviceMesh::shard`], [`PMap::call_sharded`](crate::PMap::call_sharded) and
 /// [`PMap::run`](crate::PMap::run). Cloning copies no tensor.
@@ -47,7 +48,7 @@ pub struct Sharded<T> {
 }
 
 impl DeviceMesh {
-    /// Cuts a value and moves the shards to their devices, to be passed to
+    /// Cuts a value and moves the shards to their devices, as an argument of
     /// [`PMap::run`](crate::PMap::run).
     ///
     /// # Errors
@@ -55,7 +56,7 @@ impl DeviceMesh {
     /// [`Error::Specs`] and [`ValueError::Shard`].
     #[expect(
         clippy::needless_pass_by_value,
-        reason = "arguments are given away, as to any function of tensors"
+        reason = "the value is passed by value, like an argument of a parallel function"
     )]
     pub fn shard<T: TensorTree>(&self, value: T, specs: impl Into<Specs>) -> Result<Sharded<T>> {
         let (shards, cut) = self::shard(self, &value, &specs.into(), Uneven::Refuse)?;
@@ -79,7 +80,7 @@ impl<T: TensorTree> Sharded<T> {
         &self.shards
     }
 
-    /// Returns the shards, if the value is on `mesh`.
+    /// Returns the shards and their cut, or an error if the value is not on `mesh`.
     pub(crate) fn into_shards(self, mesh: &DeviceMesh) -> Result<(Vec<T>, Option<Arc<Cut>>)> {
         if self.mesh.ptr_eq(mesh) {
             Ok((self.shards, self.cut))
@@ -90,12 +91,12 @@ impl<T: TensorTree> Sharded<T> {
 
     /// Combines two values into one argument, to pass stored values together with new ones.
     ///
-    /// Row counts come from the other value if it was cut and this one was not: zip the parameters
-    /// with the batch.
+    /// The combined value has the row counts of this value if it was cut, and otherwise those of
+    /// `other`: call `zip` on the parameters, with the batch as `other`.
     ///
     /// # Errors
     ///
-    /// [`ValueError::MeshMismatch`] if they are on different meshes.
+    /// [`ValueError::MeshMismatch`] if the values are on different meshes.
     pub fn zip<U: TensorTree>(self, other: Sharded<U>) -> Result<Sharded<(T, U)>> {
         let (others, cut) = other.into_shards(&self.mesh)?;
         let shards = self.shards.into_iter().zip(others).collect();
@@ -114,7 +115,7 @@ impl<T: TensorTree> Sharded<T> {
 
     /// Joins the shards; `trust` skips the comparison of replicated results.
     pub(crate) fn join(&self, specs: &Specs, trust: bool) -> Result<T> {
-        let JoinInputs { per_slot, specs, join } = self.outputs(specs, trust)?;
+        let JoinInputs { per_slot, specs, join } = self.join_inputs(specs, trust)?;
         let joined: Result<Vec<Tensor>> = specs
             .iter()
             .enumerate()
@@ -124,24 +125,27 @@ impl<T: TensorTree> Sharded<T> {
     }
 
     /// Joins the shards into existing tensors.
-    pub(crate) fn join_into(&self, specs: &Specs, kept: &T, trust: bool) -> Result<()> {
-        let JoinInputs { per_slot, specs, join } = self.outputs(specs, trust)?;
-        let kept = tree::leaves(kept);
-        if kept.len() != specs.len() {
-            let expected = kept.len();
+    pub(crate) fn join_into(&self, specs: &Specs, out: &T, trust: bool) -> Result<()> {
+        let JoinInputs { per_slot, specs, join } = self.join_inputs(specs, trust)?;
+        let leaves = tree::leaves(out);
+        if leaves.len() != specs.len() {
+            let expected = leaves.len();
             return Err(ValueError::OutputCount { slot: 0, tensors: specs.len(), expected }.into());
         }
-        for (index, (spec, kept)) in specs.iter().zip(&kept).enumerate() {
-            join.join_into(index, tensors_at(&per_slot, index), spec, kept)?;
+        for (index, (spec, leaf)) in specs.iter().zip(&leaves).enumerate() {
+            join.join_into(index, tensors_at(&per_slot, index), spec, leaf)?;
         }
         Ok(())
     }
 
-    fn outputs(&self, specs: &Specs, trust: bool) -> Result<JoinInputs<'_>> {
+    /// Collects the results of all slots, if they must be joined across processes, and resolves the
+    /// specs.
+    fn join_inputs(&self, specs: &Specs, trust: bool) -> Result<JoinInputs<'_>> {
         let own: Vec<Vec<Tensor>> = self.shards.iter().map(tree::leaves).collect();
         check_counts(&own)?;
         let resolved = self.resolve(specs);
-        // The condition must not depend on results: either all processes exchange or none does.
+        // The condition must not depend on results, since either all processes exchange or none
+        // does.
         let is_exchanged = self.mesh.spans_processes() && !(trust && specs.are_replicated());
         let (per_slot, comparison) = if is_exchanged {
             let resolved = resolved.as_deref().ok();
@@ -159,7 +163,7 @@ impl<T: TensorTree> Sharded<T> {
         Ok(JoinInputs { per_slot, specs, join })
     }
 
-    /// Returns the treatments of each result.
+    /// Returns the treatments of each result under `specs`.
     fn resolve(&self, specs: &Specs) -> Result<Vec<ResolvedSpec>> {
         let mut faults = FaultList::default();
         let specs = specs.resolve(Side::Out, &self.shards[0], self.mesh.topology(), &mut faults)?;
@@ -182,7 +186,8 @@ fn tensors_at(lists: &[Vec<Tensor>], index: usize) -> Vec<Tensor> {
     lists.iter().map(|list| list[index].clone()).collect()
 }
 
-/// Returns the arguments of this process's slots, as views, and the cut of the first cut argument.
+/// Returns the shards of the arguments for each slot of this process, and the cut of the first
+/// argument that is cut. Shards are views, unless they are padded.
 pub(crate) fn shard<I: TensorTree>(
     mesh: &DeviceMesh,
     arguments: &I,
@@ -198,13 +203,13 @@ pub(crate) fn shard<I: TensorTree>(
         .collect();
     faults.check()?;
     for (index, input) in inputs.iter().enumerate() {
-        // Wait until the argument is written: another thread's stream would not wait for it.
+        // Wait until the argument is computed, since the streams of other threads would not wait.
         synchronize_all(input.device()).map_err(Error::shard(index))?;
     }
     let mut shards = Vec::with_capacity(mesh.devices().len());
     for slot in mesh.local_slots() {
         shards.push(tree::try_map_indexed(arguments, |index, input| {
-            cuts[index].view(input, slot).map_err(Error::shard(index))
+            cuts[index].shard(input, slot).map_err(Error::shard(index))
         })?);
     }
     Ok((shards, cuts.into_iter().find(|cut| !cut.is_uncut()).map(Arc::new)))

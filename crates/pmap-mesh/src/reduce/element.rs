@@ -17,8 +17,8 @@ pub(super) trait ReduceElement: WithDType {
     fn divide(sum: Self::Sum, count: usize) -> Self::Sum;
     /// Returns the bits of the number, zero-extended.
     fn bits(self) -> u64;
-    /// Calls `add` with the items as partial sums: in place if the types are equal, otherwise in a
-    /// copy that is rounded back afterwards.
+    /// Calls `add` with the items as partial sums. If the item type is not the sum type, `add` gets
+    /// a copy, whose sums are then rounded back into `items`.
     fn with_sums(
         items: &mut [Self],
         add: impl FnOnce(&mut [Self::Sum]) -> Result<()>,

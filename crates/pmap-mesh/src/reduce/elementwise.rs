@@ -1,4 +1,4 @@
-//! Reduction of tensors on their device, in rank order. To the bit, the results equal
+//! Reduction of tensors on their device, in rank order. The results have the same bits as those of
 //! [`tensors`](super::tensors) on a processor.
 
 use candle_core::{DType, Result, Tensor, bail};
@@ -48,8 +48,8 @@ fn select(sum: &Tensor, next: &Tensor, better: &Tensor) -> Result<Tensor> {
     (better + next.ne(next)?)?.where_cond(next, sum)
 }
 
-/// Divides by the count. candle's division by a number multiplies with the inverse, which rounds
-/// twice.
+/// Divides by the number of summands, as a tensor: candle's division by a number multiplies by the
+/// inverse, which rounds twice.
 fn divide(sum: &Tensor, count: usize) -> Result<Tensor> {
     if !sum.dtype().is_float() {
         return Ok(sum.clone());

@@ -9,22 +9,23 @@ use candle_core::{CpuStorage, Result, Storage, Tensor, WithDType, bail};
 use crate::reduce::{Reduction, element::ReduceElement};
 
 /// The number of items per block: 32 KiB of single-precision sums, which stay in the nearest caches
-/// while the items of all summands are added. Blocks of half the size took a tenth longer, because
-/// each block takes the locks of all summands, and these move from core to core.
+/// while the items of all summands are added. With blocks of half this size, a reduction takes a
+/// tenth longer: each block takes the locks of all summands, and the locks move from core to core.
 pub(super) const BLOCK: usize = 8192;
 
 /// The inputs of a reduction: lists of items of equal length.
 pub(super) trait Summands<T> {
+    /// Returns the number of summands.
     fn count(&self) -> usize;
 
-    /// Calls `read` with a range of items of one summand.
+    /// Calls `read` with a range of the items of summand number `index`.
     fn lend<R>(&self, index: usize, range: Range<usize>, read: impl FnOnce(&[T]) -> R)
     -> Result<R>;
 }
 
 /// The output of a reduction, written from the first sum to the last.
 pub(super) trait SumDestination<T> {
-    /// Copies the next items, and returns the copy.
+    /// Copies items to the next places of the output, and returns the copy.
     fn push_items(&mut self, items: &[T]) -> &mut [T];
 }
 
@@ -50,8 +51,8 @@ impl<T: Copy> SumDestination<T> for &mut [T] {
 
 /// The items of contiguous tensors on the processor.
 ///
-/// It locks one summand at a time: if a thread held one lock and waited for another, a `Var::set`
-/// that waits for the first could deadlock.
+/// `lend` locks one summand at a time. A thread that waited for a second lock while it held a first
+/// one could deadlock with a `Var::set` that waits for the first lock.
 impl<T: WithDType> Summands<T> for [Tensor] {
     fn count(&self) -> usize {
         self.len()
@@ -106,16 +107,16 @@ pub(super) fn reduce<T: ReduceElement>(
     range: Range<usize>,
     sums: &mut impl SumDestination<T>,
 ) -> Result<()> {
-    let combine = block_reduction::<T>(reduction);
+    let combine = block_operation::<T>(reduction);
     for start in range.clone().step_by(BLOCK) {
         let block = start..range.end.min(start + BLOCK);
-        let block_sums = summands.lend(0, block.clone(), |items| sums.push_items(items))?;
-        T::with_sums(block_sums, |sums| {
+        let first_items = summands.lend(0, block.clone(), |items| sums.push_items(items))?;
+        T::with_sums(first_items, |block_sums| {
             for index in 1..summands.count() {
-                summands.lend(index, block.clone(), |items| combine(sums, items))?;
+                summands.lend(index, block.clone(), |items| combine(block_sums, items))?;
             }
             if reduction == Reduction::Mean {
-                for sum in sums {
+                for sum in block_sums {
                     *sum = T::divide(*sum, summands.count());
                 }
             }
@@ -125,7 +126,8 @@ pub(super) fn reduce<T: ReduceElement>(
     Ok(())
 }
 
-fn block_reduction<T: ReduceElement>(reduction: Reduction) -> fn(&mut [T::Sum], &[T]) {
+/// Returns the function that combines a block of items into the sums.
+fn block_operation<T: ReduceElement>(reduction: Reduction) -> fn(&mut [T::Sum], &[T]) {
     match reduction {
         Reduction::Sum | Reduction::Mean => |sums, items| accumulate(sums, items, T::plus),
         Reduction::Max => |sums, items| accumulate(sums, items, T::larger),
@@ -133,8 +135,8 @@ fn block_reduction<T: ReduceElement>(reduction: Reduction) -> fn(&mut [T::Sum], 
     }
 }
 
-/// Combines a block of items into the sums. Each call has a fixed `combine`, so that the loop
-/// compiles to vector instructions.
+/// Combines a block of items into the sums. `combine` is a generic argument, so that the loop of
+/// each operation compiles to vector instructions.
 fn accumulate<T: ReduceElement>(
     sums: &mut [T::Sum],
     items: &[T],

@@ -89,8 +89,8 @@ fn item_range_typed<T: ReduceElement>(
     Tensor::from_vec(sums, shape, &Device::Cpu)
 }
 
-/// Returns true if two contiguous tensors on the processor, of one dtype and size, are equal to the
-/// bit.
+/// Returns true if two contiguous tensors on the processor have the same bits. They must have the
+/// same dtype and size.
 pub(crate) fn equal_to_the_bit(left: &Tensor, right: &Tensor) -> Result<bool> {
     dispatch!(left.dtype(), equal_typed(&[left.clone(), right.clone()]))
 }
@@ -101,7 +101,7 @@ fn equal_typed<T: ReduceElement>(pair: &[Tensor; 2]) -> Result<bool> {
     for start in (0..len).step_by(BLOCK) {
         let block = start..len.min(start + BLOCK);
         left.clear();
-        // Copy the block, because only one tensor may be locked at a time.
+        // Copy the block of the first tensor, because only one tensor may be locked at a time.
         pair.lend(0, block.clone(), |items| left.extend_from_slice(items))?;
         let differ = pair.lend(1, block, |right| {
             // No early exit, so that the loop compiles to vector instructions.
@@ -115,8 +115,8 @@ fn equal_typed<T: ReduceElement>(pair: &[Tensor; 2]) -> Result<bool> {
     Ok(true)
 }
 
-/// Adds the items of a contiguous tensor on the processor to a fingerprint, a word of items at a
-/// time.
+/// Adds the items of a contiguous tensor on the processor to a fingerprint. Each word that is added
+/// contains as many items as fit.
 pub(crate) fn fingerprint(x: &Tensor, fingerprint: &mut Fingerprint) -> Result<()> {
     dispatch!(x.dtype(), fingerprint_typed(x, fingerprint))
 }
@@ -127,7 +127,7 @@ fn fingerprint_typed<T: ReduceElement>(x: &Tensor, fingerprint: &mut Fingerprint
     })
 }
 
-/// Concatenates the bits of up to 8 bytes of items.
+/// Concatenates the bits of as many items as fit 8 bytes, or of fewer.
 fn packed_word<T: ReduceElement>(items: &[T]) -> u64 {
     items.iter().fold(0, |word: u64, item: &T| match size_of::<T>() {
         8 => item.bits(),
@@ -135,7 +135,7 @@ fn packed_word<T: ReduceElement>(items: &[T]) -> u64 {
     })
 }
 
-/// Reduces the raw items of several ranks, of type `dtype`, into `sums`.
+/// Reduces the bytes of several ranks' items of type `dtype`, in rank order, into `sums`.
 #[cfg(feature = "mpi")]
 pub(crate) fn raw_items(
     dtype: DType,

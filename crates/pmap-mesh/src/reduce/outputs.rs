@@ -13,8 +13,8 @@ use crate::reduce::{
     shared_work::{self, SharedOutput},
 };
 
-/// Returns the reduction of a range of items of contiguous tensors on the processor, as a tensor of
-/// this shape.
+/// Plans the reduction of a range of the items of contiguous tensors on the processor. The result
+/// is a tensor of shape `shape`.
 pub(crate) fn reduce_output(
     summands: Vec<Tensor>,
     items: Range<usize>,
@@ -25,7 +25,10 @@ pub(crate) fn reduce_output(
     dispatch!(first.dtype(), reduce_typed(summands, items, shape, reduction))
 }
 
-#[expect(clippy::unnecessary_wraps, reason = "for other types there is an error")]
+#[expect(
+    clippy::unnecessary_wraps,
+    reason = "the dispatch on the dtype returns an error for other types"
+)]
 fn reduce_typed<T: ReduceElement>(
     summands: Vec<Tensor>,
     items: Range<usize>,
@@ -39,14 +42,14 @@ fn reduce_typed<T: ReduceElement>(
     Ok(SharedOutput::new(n_chunks, move |chunk| {
         let buffer = buffer.get();
         let part = buffer.part(chunk);
-        let items = items.start + part.start..items.start + part.end;
-        let filled =
-            buffer.fill(chunk, |sums| reduce::<T>(&summands[..], reduction, items, sums))?;
-        filled.map(|items| Tensor::from_vec(items, &shape, &Device::Cpu)).transpose()
+        let part_items = items.start + part.start..items.start + part.end;
+        let all_sums =
+            buffer.fill(chunk, |sums| reduce::<T>(&summands[..], reduction, part_items, sums))?;
+        all_sums.map(|sums| Tensor::from_vec(sums, &shape, &Device::Cpu)).transpose()
     }))
 }
 
-/// A concatenation of flat parts into one tensor.
+/// The concatenation of the items of several tensors into one tensor.
 pub(crate) struct Concatenation {
     pub(crate) dtype: DType,
     pub(crate) shape: Shape,
@@ -56,7 +59,7 @@ pub(crate) struct Concatenation {
     pub(crate) is_leaf: bool,
 }
 
-/// Returns the concatenation of all parts.
+/// Plans a concatenation.
 pub(crate) fn concat_output(concatenation: Concatenation) -> Result<SharedOutput> {
     match concatenation.dtype {
         DType::F32 => concat_typed(Vec::<f32>::new(), concatenation),
@@ -69,8 +72,8 @@ pub(crate) fn concat_output(concatenation: Concatenation) -> Result<SharedOutput
         DType::I32 => concat_typed(Vec::<i32>::new(), concatenation),
         DType::I64 => concat_typed(Vec::<i64>::new(), concatenation),
         DType::F8E4M3 => {
-            // This crate does not depend on the crate of the 8-bit type; candle's variant infers
-            // it.
+            // This crate does not depend on the crate that defines the 8-bit type, so the type is
+            // inferred from candle's variant.
             let items = Vec::new();
             let storage = CpuStorage::F8E4M3(items);
             let CpuStorage::F8E4M3(items) = storage else { bail!("a storage has one type") };
@@ -80,13 +83,17 @@ pub(crate) fn concat_output(concatenation: Concatenation) -> Result<SharedOutput
     }
 }
 
-/// Returns the concatenation for items of type `T`, which `_type` names.
-#[expect(clippy::unnecessary_wraps, reason = "for other types there is an error")]
+/// Plans a concatenation of items of type `T`; `_type` only tells the compiler this type.
+#[expect(
+    clippy::unnecessary_wraps,
+    reason = "the dispatch on the dtype returns an error for other types"
+)]
 fn concat_typed<T: WithDType>(_type: Vec<T>, concatenation: Concatenation) -> Result<SharedOutput> {
     let Concatenation { shape, parts, is_leaf, .. } = concatenation;
-    // For each chunk of the result: the index of its part, and the part's start in the result.
     let step = shared_work::chunk_items(shape.elem_count(), size_of::<T>());
+    // For each chunk of the result: the index of its part, and the part's start in the result.
     let mut sources = Vec::new();
+    // The range of each chunk in the result.
     let mut places = Vec::new();
     let mut end = 0;
     for (n, part) in parts.iter().enumerate().filter(|(_, part)| part.elem_count() > 0) {
@@ -105,20 +112,21 @@ fn concat_typed<T: WithDType>(_type: Vec<T>, concatenation: Concatenation) -> Re
     Ok(SharedOutput::new(n_chunks, move |chunk| {
         let buffer = buffer.get();
         let place = buffer.part(chunk);
-        let filled = buffer.fill(chunk, |items| match sources.get(chunk) {
+        let all_items = buffer.fill(chunk, |unfilled| match sources.get(chunk) {
+            // An empty result has one chunk without a source.
             None => Ok(()),
             Some(&(n, start)) => {
                 let part_items = place.start - start..place.end - start;
-                parts.lend(n, part_items, |part: &[T]| {
-                    items.push_items(part);
+                parts.lend(n, part_items, |items: &[T]| {
+                    unfilled.push_items(items);
                 })
             }
         })?;
-        filled.map(|items| result_tensor(items, &shape, is_leaf)).transpose()
+        all_items.map(|items| result_tensor(items, &shape, is_leaf)).transpose()
     }))
 }
 
-/// Makes the tensor of a result.
+/// Converts the items of a result to a tensor.
 fn result_tensor<T: WithDType>(items: Vec<T>, shape: &Shape, is_leaf: bool) -> Result<Tensor> {
     if is_leaf {
         Var::from_vec(items, shape, &Device::Cpu).map(Var::into_inner)
@@ -127,8 +135,9 @@ fn result_tensor<T: WithDType>(items: Vec<T>, shape: &Shape, is_leaf: bool) -> R
     }
 }
 
-/// A buffer that the first thread to fill a chunk allocates. For a result of one member this is
-/// usually the member itself, and its allocator returns the same cached memory in every round.
+/// A buffer that is allocated by the first thread that fills a chunk. If only one member wants the
+/// result, that thread is usually this member's, and its allocator returns the same cached memory
+/// in every round.
 struct LazyBuffer<T> {
     parts: Vec<Range<usize>>,
     buffer: OnceLock<SharedBuffer<T>>,
@@ -144,7 +153,8 @@ impl<T: Copy> LazyBuffer<T> {
     }
 }
 
-/// Splits a range into chunks of `step` items and a shorter last one; an empty range is one chunk.
+/// Splits a range into chunks of `step` items, of which the last may be shorter. An empty range is
+/// one chunk.
 fn chunks(range: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> {
     let Range { start, end } = range;
     let first = start..end.min(start.saturating_add(step));

@@ -9,7 +9,7 @@ use core_types::{Placement, split};
 /// # Panics
 ///
 /// If `part` is not below `parts`.
-#[expect(clippy::cast_possible_truncation, reason = "a part of a usize fits one")]
+#[expect(clippy::cast_possible_truncation, reason = "the bounds of a part are at most `total`")]
 #[expect(clippy::expect_used, reason = "parts are the ranks of a group or the slots of a mesh")]
 pub(crate) fn balanced(total: usize, part: usize, parts: usize) -> Range<usize> {
     let place = Placement::new(part as u64, parts as u64).expect("the part is one of the parts");

@@ -1,9 +1,9 @@
-//! Shared work: ranks that wait for a result compute its next chunk.
+//! Shared work: the members of a group that wait for a result compute its chunks.
 //!
 //! Each member starts with a separate share of the chunks, which its caches may still hold, and
-//! then helps with the others' shares. A member that arrives late finds its share done.
-//! Members that wait for several results in different orders never block each other, since every
-//! taken chunk is being computed.
+//! then computes chunks of the other members' shares. The share of a late member may be finished
+//! when the member arrives. Members that wait for several results in different orders never block
+//! each other, since every chunk that was taken is being computed.
 
 use std::{
     fmt,
@@ -19,19 +19,21 @@ use crate::reduce::parts::balanced;
 
 /// The largest chunk: some microseconds of work, compared to which taking the next chunk is cheap.
 const LARGEST_CHUNK_BYTES: usize = 64 << 10;
-/// The smallest chunk: a smaller one would be done before another member could take the next.
+/// The smallest chunk: a member would finish a smaller one before another member could take the
+/// next chunk.
 const SMALLEST_CHUNK_BYTES: usize = 8 << 10;
-/// The number of chunks of a small result: enough that a few members get one each, and an early
-/// member a second one.
-const CHUNKS: usize = 4;
+/// The number of chunks of a small result: enough that each of a few members gets a chunk, and a
+/// member that arrives early gets a second one.
+const N_CHUNKS: usize = 4;
 
 /// Returns the number of items per chunk of a result, given the bytes of an item.
 pub(super) fn chunk_items(n_items: usize, item_bytes: usize) -> usize {
-    let bytes = (n_items * item_bytes).div_ceil(CHUNKS);
+    let bytes = (n_items * item_bytes).div_ceil(N_CHUNKS);
     bytes.clamp(SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES) / item_bytes
 }
 
-/// Computes a chunk of one result, and returns the result after the last chunk.
+/// Computes a chunk of one result. The call that completes the last unfinished chunk returns the
+/// result; the other calls return `None`.
 type FillChunk = Box<dyn Fn(usize) -> candle_core::Result<Option<Tensor>> + Send + Sync>;
 
 /// One result that is computed in chunks.
@@ -41,8 +43,9 @@ pub(crate) struct SharedOutput {
 }
 
 impl SharedOutput {
-    /// Describes a result with at least one chunk. `fill` is called once for each chunk, in any
-    /// order.
+    /// Describes a result of at least one chunk. `fill` computes a chunk, given its index; it is
+    /// called once for each chunk, in any order, and returns the result when all chunks are
+    /// finished.
     pub(crate) fn new(
         n_chunks: usize,
         fill: impl Fn(usize) -> candle_core::Result<Option<Tensor>> + Send + Sync + 'static,
@@ -59,16 +62,16 @@ pub(crate) struct SharedWork {
     /// The share of each member.
     shares: Vec<ChunkShare>,
     results: Vec<OnceLock<Tensor>>,
-    /// The number of missing results.
-    missing: AtomicUsize,
+    /// The number of results that do not exist yet.
+    n_missing: AtomicUsize,
     /// Set when all results exist, or when the first failure occurs.
     outcome: OnceLock<Result<(), String>>,
 }
 
 /// A range of consecutive chunks.
 struct ChunkShare {
-    /// The next free chunk. The counter only assigns chunks, so relaxed order is enough: the
-    /// chunks' data was published when the exchange completed.
+    /// The next free chunk. `Relaxed` suffices for this counter, which only assigns chunks: their
+    /// inputs were published when the exchange completed.
     next: AtomicUsize,
     end: usize,
 }
@@ -91,7 +94,7 @@ impl SharedWork {
             first_chunks,
             shares: shares.collect(),
             results: outputs.iter().map(|_| OnceLock::new()).collect(),
-            missing: AtomicUsize::new(outputs.len()),
+            n_missing: AtomicUsize::new(outputs.len()),
             outcome,
             outputs,
         }
@@ -103,7 +106,9 @@ impl SharedWork {
         let mut has_finished = false;
         let (earlier, own_and_later) = self.shares.split_at(member);
         for share in own_and_later.iter().chain(earlier) {
-            while let Some(chunk) = share.take().filter(|_| !self.is_finished()) {
+            while let Some(chunk) = share.take()
+                && !self.is_finished()
+            {
                 // If a chunk panics, the other members must not wait for it.
                 let guard = PoisonOnPanic(self);
                 has_finished |= self.run_chunk(chunk);
@@ -113,17 +118,18 @@ impl SharedWork {
         has_finished
     }
 
-    /// Computes one chunk; returns true if it finished the work.
+    /// Computes one chunk; returns true if this call finished the work.
     fn run_chunk(&self, chunk: usize) -> bool {
         let output = self.first_chunks.partition_point(|&first| first <= chunk) - 1;
         match (self.outputs[output].fill)(chunk - self.first_chunks[output]) {
             Ok(None) => false,
             Ok(Some(result)) => {
-                // Only the thread that filled the last chunk gets here.
+                // `set` cannot fail: only the thread that filled the output's last chunk gets here.
                 drop(self.results[output].set(result));
-                // Release this result to the thread that lowers `missing` to 0, and acquire the
-                // others' results.
-                self.missing.fetch_sub(1, Ordering::AcqRel) == 1 && self.outcome.set(Ok(())).is_ok()
+                // Release this result to the thread that lowers `n_missing` to 0, and acquire the
+                // results of the other threads.
+                let is_last = self.n_missing.fetch_sub(1, Ordering::AcqRel) == 1;
+                is_last && self.outcome.set(Ok(())).is_ok()
             }
             Err(error) => self.outcome.set(Err(error.to_string())).is_ok(),
         }
@@ -155,12 +161,12 @@ impl ChunkShare {
     }
 }
 
-/// Fails the work for all members on drop; `mem::forget` disarms it.
+/// Fails the work for all members when it is dropped; `mem::forget` prevents this.
 struct PoisonOnPanic<'a>(&'a SharedWork);
 
 impl Drop for PoisonOnPanic<'_> {
     fn drop(&mut self) {
-        // Another failure may have been recorded first.
+        // `set` fails if another outcome was recorded first.
         drop(
             self.0.outcome.set(Err("a replica panicked while it made a part of the result".into())),
         );

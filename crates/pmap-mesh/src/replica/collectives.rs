@@ -1,5 +1,5 @@
-//! The collectives without their gradients: requests to an engine and the conversion of its
-//! results.
+//! The collectives without their gradients: requests to an engine, and the conversion of the
+//! engine's results.
 
 use std::sync::Arc;
 
@@ -18,8 +18,8 @@ use crate::{
     replica::{pending::OutstandingCollectives, single},
 };
 
-/// The largest sum that every member computes completely although it keeps only a part: below it,
-/// announcing the parts would take longer.
+/// The size, in bytes, up to which every member computes a complete sum even if it keeps only a
+/// part. For sums of this size, a reduction in parts would take longer.
 const SMALL_BYTES: usize = 16 << 10;
 
 /// The collectives of one replica in one call.
@@ -40,7 +40,7 @@ impl Collectives {
         x: &Tensor,
         reduction: Reduction,
     ) -> Result<Tensor> {
-        // A group of one returns a copy too: the result must not change when the argument is set in
+        // Copy in a group of one as well: the result must not change when the argument is set in
         // place.
         if ctx.size() == 1 {
             return contiguous_copy(&x.detach());
@@ -56,7 +56,7 @@ impl Collectives {
         x: &Tensor,
     ) -> Result<Box<dyn PendingCollective>> {
         self.count(ctx, CollectiveKind::AllReduce, n_bytes(x));
-        self.start(ctx, sums(vec![x.detach()], WantedTensors::Everything))
+        self.start(ctx, sum_request(vec![x.detach()], WantedTensors::Everything))
     }
 
     /// Returns the reductions of all tensors of a list.
@@ -67,7 +67,7 @@ impl Collectives {
         reduction: Reduction,
     ) -> Result<Vec<Tensor>> {
         self.count(ctx, CollectiveKind::AllReduce, list.iter().map(n_bytes).sum());
-        self.run(ctx, reductions(list, WantedTensors::Everything, reduction))
+        self.run(ctx, reduction_request(list, WantedTensors::Everything, reduction))
     }
 
     /// Returns the sums of the `wanted` tensors of the list.
@@ -78,7 +78,7 @@ impl Collectives {
         wanted: &[usize],
     ) -> Result<Vec<Tensor>> {
         self.count(ctx, CollectiveKind::AllReduce, list.iter().map(n_bytes).sum());
-        self.run(ctx, sums(list, WantedTensors::Own(wanted.to_vec())))
+        self.run(ctx, sum_request(list, WantedTensors::Own(wanted.to_vec())))
     }
 
     /// Returns the sum on rank `root`, and `None` on the other ranks.
@@ -91,12 +91,13 @@ impl Collectives {
         self.count(ctx, CollectiveKind::Reduce, n_bytes(x));
         let mut wanted = vec![Vec::new(); ctx.size()];
         wanted[root].push(Run { tensor: 0, items: 0..x.elem_count() });
-        let request = sums(vec![x.detach()], WantedTensors::ByRank(wanted.into()));
+        let request = sum_request(vec![x.detach()], WantedTensors::ByRank(wanted.into()));
         let mut sums = self.run(ctx, request)?;
         sums.pop().map(|sum| sum.reshape(x.shape())).transpose()
     }
 
-    /// Returns the tensors of all members, concatenated by rank, and the size of each in `dim`.
+    /// Returns the tensors of all members, concatenated in `dim` by rank, and the size of each
+    /// tensor in `dim`.
     pub(crate) fn gather(
         &self,
         ctx: &GroupContext,
@@ -109,7 +110,7 @@ impl Collectives {
         Ok((concat_gathered(gathered, dim, &sizes)?, sizes))
     }
 
-    /// Returns this rank's part of the sum, where rank n gets `sizes[n]` rows.
+    /// Returns this rank's part of the sum, cut in `dim`: rank n gets `sizes[n]` rows.
     pub(crate) fn sum_and_scatter(
         &self,
         ctx: &GroupContext,
@@ -123,7 +124,7 @@ impl Collectives {
             let start = sizes[..ctx.rank].iter().sum();
             return contiguous_copy(&sum.narrow(dim, start, sizes[ctx.rank])?);
         }
-        // Parts along the first dimension are ranges of items.
+        // Make `dim` the first dimension, along which parts are ranges of items.
         let rows_first = to_contiguous(&x.detach().transpose(0, dim)?)?;
         let row_items: usize = rows_first.dims()[1..].iter().product();
         let mut end = 0;
@@ -135,11 +136,11 @@ impl Collectives {
         let wanted = WantedTensors::ByRank(runs.collect());
         let mut own_dims = rows_first.dims().to_vec();
         own_dims[0] = sizes[ctx.rank];
-        let sum = self.run(ctx, sums(vec![rows_first], wanted))?.swap_remove(0);
+        let sum = self.run(ctx, sum_request(vec![rows_first], wanted))?.swap_remove(0);
         to_contiguous(&sum.reshape(own_dims)?.transpose(0, dim)?)
     }
 
-    /// Returns the tensors of a layout, given this member's runs.
+    /// Returns the tensors of a layout; `own` are this member's runs.
     pub(crate) fn gather_runs(
         &self,
         ctx: &GroupContext,
@@ -200,7 +201,7 @@ impl Collectives {
         layout: &RunLayout,
     ) -> ListRequest {
         self.count(ctx, CollectiveKind::ReduceScatter, list.iter().map(n_bytes).sum());
-        sums(list, WantedTensors::ByRank(Arc::clone(layout.by_rank())))
+        sum_request(list, WantedTensors::ByRank(Arc::clone(layout.by_rank())))
     }
 
     fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {
@@ -231,13 +232,13 @@ impl Collectives {
         }
     }
 
-    /// Returns the `x` of rank `root`.
+    /// Returns the tensor `x` of rank `root`.
     #[expect(clippy::expect_used, reason = "`receive` returns the tensor of the requested sender")]
     pub(crate) fn broadcast(&self, ctx: &GroupContext, x: &Tensor, root: usize) -> Result<Tensor> {
         let is_sent = ctx.rank == root;
         self.count(ctx, CollectiveKind::Broadcast, if is_sent { n_bytes(x) } else { 0 });
         let message = SendReceive { x: &x.detach(), is_sent, from: Some(root) };
-        Ok(self.engine.receive(ctx, &message)?.expect("the root has sent something"))
+        Ok(self.engine.receive(ctx, &message)?.expect("the root has sent its tensor"))
     }
 
     pub(crate) fn exchange(
@@ -267,7 +268,8 @@ impl Collectives {
         }
     }
 
-    /// Records the end of the replica in this slot.
+    /// Records that the replica of a slot has ended with this outcome, and fails the call for an
+    /// error or for a collective that was never awaited.
     pub(crate) fn record_end(&self, slot: usize, outcome: error::Result<()>) {
         match (outcome, self.outstanding.first()) {
             (Ok(()), None) => self.engine.finish(),
@@ -278,7 +280,7 @@ impl Collectives {
         }
     }
 
-    /// Fails the call for all replicas with a typed error, and returns an error with its message.
+    /// Fails the call for all replicas with an error, and returns a candle error with its message.
     pub(crate) fn fail_with(&self, error: Error) -> candle_core::Error {
         let message = error.to_string();
         self.engine.fail(error);
@@ -286,7 +288,7 @@ impl Collectives {
     }
 }
 
-/// Returns the size of each rank's part, all equal.
+/// Returns the sizes of the ranks' parts if dimension `dim` is cut evenly.
 pub(crate) fn even_parts(x: &Tensor, dim: usize, ctx: &GroupContext) -> Result<Vec<usize>> {
     let rows = x.dims()[dim];
     if !rows.is_multiple_of(ctx.size()) {
@@ -300,28 +302,33 @@ pub(crate) fn even_parts(x: &Tensor, dim: usize, ctx: &GroupContext) -> Result<V
     Ok(vec![rows / ctx.size(); ctx.size()])
 }
 
-fn sums(list: Vec<Tensor>, wanted: WantedTensors) -> ListRequest {
-    reductions(list, wanted, Reduction::Sum)
+fn sum_request(list: Vec<Tensor>, wanted: WantedTensors) -> ListRequest {
+    reduction_request(list, wanted, Reduction::Sum)
 }
 
-fn reductions(list: Vec<Tensor>, wanted: WantedTensors, reduction: Reduction) -> ListRequest {
+fn reduction_request(
+    list: Vec<Tensor>,
+    wanted: WantedTensors,
+    reduction: Reduction,
+) -> ListRequest {
     let list = list.into_iter().map(|x| x.detach()).collect();
     ListRequest::Reduce { list, wanted, reduction }
 }
 
-/// Concatenates the gathered tensors in `dim`; `sizes` are their sizes there.
+/// Concatenates gathered tensors in `dim`; `sizes` are the tensors' sizes in `dim`.
 fn concat_gathered(gathered: GatheredTensors, dim: usize, sizes: &[usize]) -> Result<Tensor> {
     if let GatheredTensors::Concatenated { items, shapes } = &gathered {
-        let mut whole = shapes[0].clone();
-        whole[dim] = sizes.iter().sum();
-        if items.elem_count() == 0 || whole[..dim].iter().product::<usize>() == 1 {
-            // Joining in this dimension keeps the items in flat order.
-            return items.reshape(whole);
+        let mut shape = shapes[0].clone();
+        shape[dim] = sizes.iter().sum();
+        if items.elem_count() == 0 || shape[..dim].iter().product::<usize>() == 1 {
+            // Concatenation in this dimension does not change the order of the items.
+            return items.reshape(shape);
         }
     }
     cat(gathered.into_parts()?, dim)
 }
 
+/// Concatenates tensors in `dim`; returns a single tensor unchanged.
 fn cat(parts: Vec<Tensor>, dim: usize) -> Result<Tensor> {
     match <[Tensor; 1]>::try_from(parts) {
         Ok([only]) => Ok(only),

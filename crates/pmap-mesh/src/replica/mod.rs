@@ -36,16 +36,16 @@ use crate::{
 /// # Collectives
 ///
 /// Every collective runs over some axes of the mesh: `"data"`, `["data", "model"]`, or
-/// [`ALL`](crate::ALL). Replicas that differ in no other coordinates form a group. Each member must
-/// call the same collectives in the same order, with tensors of equal dtype and shape.
-/// On a mismatch the call fails with an error that names both calls. If a replica fails or returns
-/// early, the others get an error instead of waiting forever.
+/// [`ALL`](crate::ALL). The replicas whose coordinates differ only along these axes form a group.
+/// Each member must call the same collectives in the same order, with tensors of equal dtype and
+/// shape. On a mismatch the call fails with an error that names both calls. If a replica fails or
+/// returns early, the other replicas get an error instead of waiting forever.
 ///
-/// Sums are formed in rank order, whichever replica arrives first, in single precision for halves;
-/// integers wrap.
+/// Sums are formed in rank order, independently of the order in which replicas arrive. Halves are
+/// summed in single precision; integers wrap.
 ///
-/// On a processor the replicas of a group may share one result: if one writes into it in place,
-/// with `slice_set`, the others see the change. Write into a copy.
+/// On a processor the replicas of a group may share one result: if a replica writes into it in
+/// place, with `slice_set`, the other replicas see the change. Write into a copy.
 ///
 /// # Gradients
 ///
@@ -62,13 +62,13 @@ use crate::{
 /// | [`broadcast`](Self::broadcast) | a sum that only the root receives |
 /// | [`pmax`](Self::pmax), [`pmin`](Self::pmin) | none: `backward` returns an error |
 ///
-/// The result of `psum` is one value on all replicas, so its gradient passes through unchanged.
-/// Where a replicated value enters work that differs by replica, [`pvary`](Self::pvary) marks the
-/// place: its backward sums the gradients of the replicas. (Megatron-LM, arXiv 1909.08053, calls
-/// the two g and f; JAX's `shard_map` has the same pair.) Since a collective also runs in
+/// The result of `psum` is the same value on all replicas, so its gradient passes through
+/// unchanged. Use [`pvary`](Self::pvary) where a replicated value enters work that differs by
+/// replica: its backward sums the gradients of the replicas. (Megatron-LM, arXiv 1909.08053, calls
+/// `psum` g and `pvary` f; JAX's `shard_map` has the same pair.) Since collectives also run in
 /// `backward`, all replicas must call `backward` in the same order, and an argument of a collective
-/// must have a gradient on all of them or on none. (candle ends a gradient at a multiplication by
-/// 0: to switch off a replica's part, multiply by a tensor of zeros.)
+/// must have a gradient on all replicas or on none. (candle ends a gradient at a multiplication by
+/// the number 0: to switch off a replica's part, multiply by a tensor of zeros.)
 ///
 /// # After the call
 ///
@@ -92,7 +92,8 @@ pub(crate) struct ReplicaContext {
     pub(crate) seed: Seed,
 }
 
-/// The random stream that all replicas share; the streams of slots are numbered from 0.
+/// The number of the random stream that all replicas share. The stream of each slot has the slot's
+/// number.
 const BATCH_STREAM: u64 = u64::MAX;
 
 impl Replica {
@@ -120,7 +121,8 @@ impl Replica {
     ///
     /// # Errors
     ///
-    /// If the mesh has no such axis; as in a collective, this ends the call for all replicas.
+    /// If the mesh has no such axis. As in a collective, this error fails the call for all
+    /// replicas.
     pub fn axis_index(&self, axes: impl Into<MeshAxes>) -> Result<usize> {
         let set = self.set(&axes.into())?;
         Ok(self.0.topology.groups(set).position(self.0.slot).rank)
@@ -138,17 +140,17 @@ impl Replica {
     /// Returns the number of real rows in the replica's shard, if a batch was padded or cut
     /// unevenly.
     ///
-    /// Counts rows of the first sharded argument, along the first dimension that is cut. Returns
-    /// `None` if no argument is cut.
+    /// The rows are those of the first argument that is cut, in the first dimension that is cut.
+    /// Returns `None` if no argument is cut.
     pub fn valid_len(&self) -> Option<usize> {
-        self.0.real_rows.map(|valid| valid.len)
+        self.0.real_rows.map(|rows| rows.len)
     }
 
     /// Returns the fraction of the batch in this shard, times the number of shards: 1 if all shards
     /// are equal.
     ///
     /// The mean over replicas of `weight × (mean over the shard's real rows)` is the mean over the
-    /// full batch, however unevenly it was cut.
+    /// full batch, even if the batch was cut unevenly.
     pub fn weight(&self) -> f64 {
         match self.0.real_rows {
             // An empty batch has equal shards too.
@@ -160,25 +162,26 @@ impl Replica {
     }
 
     /// Returns a random generator for this replica. Its numbers depend only on the function's seed,
-    /// the step of the call and the replica's slot. Every call of this method starts the same
-    /// stream.
+    /// the step of the call and the replica's slot. Every call of this method returns a generator
+    /// at the start of the same stream.
     ///
-    /// candle's generator cannot be seeded on a processor, and all replicas share it.
+    /// Do not use candle's generator instead: it cannot be seeded on a processor, and all replicas
+    /// share it.
     pub fn rng(&self) -> ReplicaRng {
         ReplicaRng::new(self.0.seed.derive(self.0.slot as u64), self.0.device.clone())
     }
 
-    /// Returns keys for random numbers of the full batch. This replica draws only the numbers for its
-    /// rows, so that dropout, for example, is the same on any number of devices.
+    /// Returns keys for random numbers of the full batch. Each replica draws only the numbers for
+    /// its rows, so that dropout, for example, is the same on any number of devices.
     ///
-    /// Every call of this method starts the same keys, so create them once and pass them through
-    /// the model. If no argument is cut, all replicas draw the same numbers.
+    /// Every call of this method returns the same sequence of keys, so create it once and pass it
+    /// through the model. If no argument is cut, all replicas draw the same numbers.
     pub fn batch_keys(&self) -> BatchKeys {
         BatchKeys::new(self.0.seed.derive(BATCH_STREAM), self.0.real_rows)
     }
 
-    /// Returns the sum of `x` over the replicas along `axes`, the same on all of them. For a tree
-    /// it sums each tensor, in one collective.
+    /// Returns the sum of `x` over the replicas along `axes`, the same sum on each of these
+    /// replicas. Of a tree, each tensor is summed, all in one collective.
     ///
     /// # Errors
     ///
@@ -209,18 +212,18 @@ impl Replica {
         self.reduce_tree("psum", x, axes.into(), Reduction::Sum, |_| Transpose::Identity)
     }
 
-    /// Returns the mean of `x` over the replicas along `axes`, the same on all of them. For a tree
-    /// it averages each tensor, in one collective.
+    /// Returns the mean of `x` over the replicas along `axes`, the same mean on each of these
+    /// replicas. Of a tree, each tensor is averaged, all in one collective.
     ///
     /// # Errors
     ///
     /// The errors of [`psum`](Self::psum), and an error for integers, which would need rounding.
     #[track_caller]
     pub fn pmean<T: TensorTree>(&self, x: &T, axes: impl Into<MeshAxes>) -> Result<T> {
-        if let Some(integers) = leaves(x).iter().find(|leaf| !leaf.dtype().is_float()) {
+        if let Some(leaf) = leaves(x).iter().find(|leaf| !leaf.dtype().is_float()) {
             bail!(
                 "pmean of type {} is not possible, only floats have a mean; psum it",
-                integers.dtype().as_str()
+                leaf.dtype().as_str()
             );
         }
         self.reduce_tree("pmean", x, axes.into(), Reduction::Mean, |size| {
@@ -228,8 +231,8 @@ impl Replica {
         })
     }
 
-    /// Returns the elementwise maximum of `x`, a tensor or a tree, over the replicas along `axes`;
-    /// NaN if any element is.
+    /// Returns the elementwise maximum of `x`, a tensor or a tree, over the replicas along `axes`.
+    /// An element is NaN if it is NaN on any replica.
     ///
     /// # Errors
     ///
@@ -239,8 +242,8 @@ impl Replica {
         self.reduce_tree("pmax", x, axes.into(), Reduction::Max, |_| Transpose::None("pmax"))
     }
 
-    /// Returns the elementwise minimum of `x`, a tensor or a tree, over the replicas along `axes`;
-    /// NaN if any element is.
+    /// Returns the elementwise minimum of `x`, a tensor or a tree, over the replicas along `axes`.
+    /// An element is NaN if it is NaN on any replica.
     ///
     /// # Errors
     ///
@@ -250,8 +253,8 @@ impl Replica {
         self.reduce_tree("pmin", x, axes.into(), Reduction::Min, |_| Transpose::None("pmin"))
     }
 
-    /// Reduces each tensor of a tree. `transpose` returns the backward operation, given the number of
-    /// replicas.
+    /// Reduces each tensor of a tree. `transpose` returns the backward operation, given the number
+    /// of replicas.
     #[track_caller]
     fn reduce_tree<T: TensorTree>(
         &self,
@@ -279,14 +282,15 @@ impl Replica {
         Ok(with_leaves(tree, &linked))
     }
 
-    /// Returns `x` unchanged; its gradient will be summed over the replicas along `axes`.
+    /// Returns `x` unchanged, with a backward that sums the gradient over the replicas along
+    /// `axes`.
     ///
     /// Use it for a replicated value that each replica uses in a different way; see
     /// [Gradients](Self#gradients).
     ///
     /// # Errors
     ///
-    /// If the mesh has no such axis. Its backward has the errors of [`psum`](Self::psum).
+    /// If the mesh has no such axis. The backward has the errors of [`psum`](Self::psum).
     #[track_caller]
     pub fn pvary(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
         let ctx = self.context("psum (backward of pvary)", Some(x), axes.into())?;
@@ -295,8 +299,8 @@ impl Replica {
 
     /// Returns the tensors of all replicas along `axes`, concatenated in dimension `dim` by rank.
     ///
-    /// Sizes may differ in `dim` and must be equal elsewhere. Negative dimensions count from the
-    /// last.
+    /// Sizes may differ in `dim`, and must be equal in all other dimensions. Negative dimensions
+    /// count from the last.
     ///
     /// # Errors
     ///
@@ -314,13 +318,13 @@ impl Replica {
         })
     }
 
-    /// Returns the replica's part of the sum of `x` over the replicas along `axes`, cut in
-    /// dimension `dim`.
+    /// Sums `x` over the replicas along `axes`, cuts the sum in dimension `dim`, and returns this
+    /// replica's part.
     ///
     /// # Errors
     ///
-    /// The errors of [`psum`](Self::psum), and an error if `x` has no such dimension or its size is
-    /// not divisible by the number of replicas.
+    /// The errors of [`psum`](Self::psum), and an error if `x` has no such dimension or if the size
+    /// of this dimension is not divisible by the number of replicas.
     #[track_caller]
     pub fn psum_scatter(
         &self,
@@ -368,8 +372,8 @@ impl Replica {
     ///
     /// # Errors
     ///
-    /// The errors of [`psum`](Self::psum), and an error if `x` lacks one of the dimensions or its
-    /// size is not divisible by the number of replicas.
+    /// The errors of [`psum`](Self::psum), and an error if `x` lacks one of the dimensions or if
+    /// the size of `split_dim` is not divisible by the number of replicas.
     #[track_caller]
     pub fn all_to_all(
         &self,
@@ -383,14 +387,14 @@ impl Replica {
         let ctx = self
             .context("all_to_all", Some(x), axes.into())?
             .with_detail(format!("({split} to {concat})"));
-        let exchanged = self.0.collectives.exchange(&ctx, x, split, concat)?;
-        transpose::link_gradient(x, exchanged, || {
+        let result = self.0.collectives.exchange(&ctx, x, split, concat)?;
+        transpose::link_gradient(x, result, || {
             Transpose::AllToAll(self.0.collectives.clone(), ctx, concat, split)
         })
     }
 
     /// Returns the `x` of rank `root` along `axes`. The other ranks pass a tensor of the same dtype
-    /// and shape, with a gradient if the root's has one.
+    /// and shape, which must have a gradient if the root's tensor has one.
     ///
     /// # Errors
     ///
@@ -407,7 +411,7 @@ impl Replica {
         })
     }
 
-    /// Waits until all replicas along `axes` have called it.
+    /// Waits until all replicas along `axes` have called this method.
     ///
     /// # Errors
     ///
@@ -430,7 +434,7 @@ impl Replica {
         self.0.collectives.sum_list(&ctx, list, wanted)
     }
 
-    /// Records the end of the function in this replica.
+    /// Records that the function has ended in this replica, with this outcome.
     pub(crate) fn record_end(&self, outcome: crate::error::Result<()>) {
         self.0.collectives.record_end(self.0.slot, outcome);
     }
@@ -491,11 +495,11 @@ impl Replica {
         }))
     }
 
-    /// Returns sums over the replicas along `axes`, in one collective for a whole list: the sum of
-    /// `list[n]` for each n of `wanted`, in this order.
+    /// Sums the tensors of a list over the replicas along `axes`, in one collective. Returns the
+    /// sum of `list[n]` for each n of `wanted`, in the order of `wanted`.
     ///
     /// All replicas pass lists of the same dtypes and shapes; `wanted` may differ. No gradient
-    /// flows through it.
+    /// flows through this collective.
     ///
     /// # Errors
     ///
@@ -510,8 +514,8 @@ impl Replica {
         self.sum_list(format!(" of {} tensors", list.len()), list, wanted, axes.into())
     }
 
-    /// Sums a list like [`psum_list`](Self::psum_list), with a name, such as a part of a model.
-    /// Replicas that pass different names get an error.
+    /// Sums a list like [`psum_list`](Self::psum_list), with a name for it, such as the name of a
+    /// part of a model. Replicas that pass different names get an error.
     ///
     /// # Errors
     ///

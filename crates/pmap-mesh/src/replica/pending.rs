@@ -13,18 +13,19 @@ use crate::{engine::PendingCollective, error::call::CollectiveCall, sync::lock};
 /// A started collective; [`wait`](Self::wait) returns its result.
 ///
 /// Several collectives may be pending at a time, and a program may wait for them in any order. All
-/// members of a group start them in the same order: the n-th collective that each member starts or
-/// calls along the same axes is one. (Over NCCL the order counts along all axes together, because
-/// its operations run one after another.) If one member starts a collective and another calls it,
-/// `start_psum` and `psum`, the call fails with
-/// [`CollectiveError::Mismatch`](crate::CollectiveError::Mismatch); over NCCL both wait until their
-/// deadline.
+/// members of a group must start and call the collectives along the same axes in the same order.
+/// (Over NCCL, all members must start and call the collectives along all axes in the same order,
+/// because NCCL runs one operation after another.) If one member starts a collective with
+/// `start_psum` and another calls `psum`, the call fails with
+/// [`CollectiveError::Mismatch`](crate::CollectiveError::Mismatch); over NCCL both members wait
+/// until their deadline.
 ///
 /// Do not write to the arguments in place until [`wait`](Self::wait) has returned.
 ///
-/// A pending collective fails with its call: a replica that fails or returns early ends the wait
-/// too. If it is dropped without a wait, the function's return fails with
-/// [`CollectiveError::NeverAwaited`](crate::CollectiveError::NeverAwaited).
+/// A pending collective fails with its call: a replica that fails or returns early also ends this
+/// wait. If a program drops a pending collective without a wait, the call fails with
+/// [`CollectiveError::NeverAwaited`](crate::CollectiveError::NeverAwaited) when the function
+/// returns.
 #[must_use = "wait for a started collective, or its call fails"]
 pub struct Pending<T> {
     collective: Box<dyn PendingCollective>,
@@ -39,7 +40,7 @@ impl<T> Pending<T> {
         Self { collective, finish: Box::new(finish) }
     }
 
-    /// Returns the result after all members of the group have started the collective.
+    /// Waits until all members of the group have started the collective, and returns the result.
     ///
     /// # Errors
     ///
@@ -55,10 +56,10 @@ impl<T> fmt::Debug for Pending<T> {
     }
 }
 
-/// The collectives that a replica has started and not waited for.
+/// The collectives that a replica has started, and for which it has not waited.
 ///
-/// The list is kept here and not by the handles' destructors: a failing replica drops its handles
-/// too, and must report its own error.
+/// The destructors of handles cannot detect such a collective, because a failing replica also drops
+/// its handles, and must report its own error.
 #[derive(Debug, Default)]
 pub(crate) struct OutstandingCollectives(Mutex<OutstandingCalls>);
 
@@ -69,12 +70,12 @@ struct OutstandingCalls {
 }
 
 impl OutstandingCollectives {
-    /// Returns the first collective that was never waited for.
+    /// Returns the first collective for which the replica has not waited.
     pub(crate) fn first(&self) -> Option<Arc<CollectiveCall>> {
         lock(&self.0).by_number.values().next().cloned()
     }
 
-    /// Tracks a collective until it is waited for.
+    /// Returns a handle of a collective, which is outstanding until the handle's `wait`.
     pub(crate) fn track(
         self: &Arc<Self>,
         call: &Arc<CollectiveCall>,
@@ -88,7 +89,7 @@ impl OutstandingCollectives {
     }
 }
 
-/// A collective that is tracked until it is waited for.
+/// The handle of a collective that is outstanding until `wait`.
 #[derive(Debug)]
 struct TrackedCollective {
     collective: Box<dyn PendingCollective>,

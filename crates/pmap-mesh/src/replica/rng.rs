@@ -1,4 +1,5 @@
-//! Random numbers that depend only on seed, step and replica, and random numbers of a full batch.
+//! Random numbers that depend only on seed, step and replica, and random numbers for the rows of a
+//! full batch.
 
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use core_types::Seed;
@@ -31,6 +32,7 @@ use crate::spec::cut::RealRows;
 #[derive(Clone, Debug)]
 pub struct ReplicaRng {
     seed: Seed,
+    /// The index of the next number.
     next: u64,
     device: Device,
 }
@@ -61,7 +63,7 @@ impl ReplicaRng {
         let shape = shape.into();
         let values: Vec<f32> = (0..shape.elem_count())
             .map(|_| {
-                // From (0, 1], so that the logarithm is finite.
+                // Use a number in (0, 1], so that the logarithm is finite.
                 let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
                 radius * (std::f32::consts::TAU * self.unit()).cos()
             })
@@ -96,9 +98,10 @@ impl ReplicaRng {
 /// Keys for counter-based generators over the elements of a batch, created by
 /// [`Replica::batch_keys`](crate::Replica::batch_keys).
 ///
-/// A generator with a key's seed that starts at the key's offset draws the same numbers for the
-/// rows of a shard as for these rows of the full batch. So a loss with dropout is the same on any
-/// number of devices, up to the rounding of sums, however unevenly the batch is cut.
+/// Use a generator with the key's seed, and start at the number with the key's offset. The
+/// generator then draws the same numbers for the rows of a shard as it draws for these rows in the
+/// full batch. So a loss with dropout is the same on any number of devices, up to the rounding of
+/// sums, even if the batch is cut unevenly.
 ///
 /// # Determinism
 ///
@@ -138,8 +141,9 @@ impl ReplicaRng {
 #[derive(Clone, Debug)]
 pub struct BatchKeys {
     seed: Seed,
+    /// The index of the next key.
     next: u64,
-    /// The rows of the shard, if an argument was cut.
+    /// The rows of this replica's shard, if an argument was cut.
     rows: Option<RealRows>,
 }
 
@@ -169,8 +173,8 @@ impl BatchKeys {
     ///
     /// # Errors
     ///
-    /// If the first cut of the arguments is not in dimension 0, or `x` has a different number of
-    /// rows than the shard, because then the offset is undefined.
+    /// If the batch is not cut in dimension 0, or if `x` does not have as many rows as the shard:
+    /// the offset is undefined then. The batch is the first argument that is cut.
     pub fn next_key(&mut self, x: &Tensor) -> Result<BatchKey> {
         let offset = self.offset(x)?;
         let seed = self.seed.derive(self.next);
@@ -181,13 +185,18 @@ impl BatchKeys {
     fn offset(&self, x: &Tensor) -> Result<u64> {
         let Some(RealRows { dim, start, len, padded, .. }) = self.rows else { return Ok(0) };
         if dim != 0 {
-            bail!("keys of a batch number its rows in dimension 0, and it is cut in {dim}");
+            bail!(
+                "a batch key needs a batch that is cut in dimension 0, but it is cut in dimension {dim}"
+            );
         }
         if ![padded, len].contains(&x.dim(0)?) {
-            bail!("a key for a tensor of shape {:?}: the shard has {padded} rows", x.dims());
+            bail!(
+                "a batch key needs a tensor with the {padded} rows of the shard, but it has shape {:?}",
+                x.dims()
+            );
         }
-        let elements_of_row: usize = x.dims()[1..].iter().product();
-        Ok(start as u64 * elements_of_row as u64)
+        let row_elements: usize = x.dims()[1..].iter().product();
+        Ok(start as u64 * row_elements as u64)
     }
 }
 

@@ -1,4 +1,4 @@
-//! Collectives of many tensors at a time, of which each replica owns ranges of items.
+//! Collectives on many tensors, whose items are divided among the replicas in ranges.
 
 use candle_core::{Result, Tensor, Var, bail};
 
@@ -10,13 +10,13 @@ use crate::{
 
 #[doc(hidden)]
 impl Replica {
-    /// Gathers the tensors of a layout from the runs that each replica along `axes` owns: many
-    /// parameters in one collective, each as a separate tensor.
+    /// Gathers the tensors of a layout from the runs that each replica along `axes` owns. One
+    /// collective gathers many parameters, and returns each parameter as a separate tensor.
     ///
     /// `own` are this replica's runs, in the order of the layout, of any shapes. Each result is a
-    /// variable, so that `backward` finds its gradient; [`reduce_runs`](Self::reduce_runs) returns
-    /// the gradient's runs to their owners. No gradient flows to `own`. On a processor the replicas
-    /// of the group share one copy of every result.
+    /// variable, so that `backward` finds its gradient; [`reduce_runs`](Self::reduce_runs) sums
+    /// such gradients and returns the runs to their owners. No gradient flows to `own`. On a
+    /// processor the replicas of the group share one copy of every result.
     ///
     /// # Errors
     ///
@@ -84,12 +84,12 @@ impl Replica {
         Ok(Pending::new(collective, variables))
     }
 
-    /// Returns the runs of a layout that this replica owns, each summed over the replicas along
-    /// `axes`: many gradients in one collective.
+    /// Sums the tensors of a layout over the replicas along `axes`, and returns the sums of the
+    /// runs that this replica owns. One collective reduces many gradients.
     ///
-    /// `list` are this replica's tensors, with the layout's shapes. Each result has one dimension,
-    /// in the order of [`RunLayout::runs`]. Sums are formed in rank order and equal
-    /// [`psum`](Self::psum) to the bit. No gradient flows through it.
+    /// `list` are this replica's tensors, with the layout's shapes. The results are in the order of
+    /// [`RunLayout::runs`], and each has one dimension. Sums are formed in rank order, and have the
+    /// same bits as [`psum`](Self::psum). No gradient flows through this collective.
     ///
     /// # Errors
     ///
@@ -145,8 +145,8 @@ impl Replica {
     }
 }
 
-/// Returns the gathered leaves as variables. They are variables already, so `from_tensor` returns
-/// them unchanged.
+/// Converts gathered leaves to variables. `from_tensor` returns the leaves unchanged, because they
+/// are variables already.
 fn variables(leaves: Vec<Tensor>) -> Result<Vec<Var>> {
     leaves.into_iter().map(|leaf| Var::from_tensor(&leaf)).collect()
 }

@@ -1,4 +1,4 @@
-//! Collectives of lists in a group of one replica, which needs no communication.
+//! Collectives on lists in a group of one replica, which needs no communication.
 
 use candle_core::{Device, Result, Tensor, bail};
 
@@ -7,8 +7,8 @@ use crate::{
     engine::{ListRequest, WantedTensors, layout::RunLayout},
 };
 
-/// Returns copies, like an engine: results must not change when a program sets an argument in
-/// place.
+/// Runs a collective on lists. Like an engine, returns copies: results must not change when a
+/// program sets an argument in place.
 pub(super) fn run(work: ListRequest) -> Result<Vec<Tensor>> {
     match work {
         ListRequest::Gather { own, layout, device } => gather(&own, &layout, &device),
@@ -16,13 +16,15 @@ pub(super) fn run(work: ListRequest) -> Result<Vec<Tensor>> {
     }
 }
 
-/// Accepts runs on any device, as engines do.
+/// Assembles the tensors of a layout from runs on any device.
 fn gather(own: &[Tensor], layout: &RunLayout, device: &Device) -> Result<Vec<Tensor>> {
-    let own = own.iter().map(|x| to_device(&to_contiguous(x)?.flatten_all()?, device));
-    let own: Vec<Tensor> = own.collect::<Result<_>>()?;
+    let runs: Vec<Tensor> = own
+        .iter()
+        .map(|x| to_device(&to_contiguous(x)?.flatten_all()?, device))
+        .collect::<Result<_>>()?;
     let mut leaves = Vec::with_capacity(layout.tensors().len());
-    for ((shape, dtype), owners) in layout.tensors().iter().zip(layout.owners()) {
-        let parts = owners.iter().map(|owned| (owned.items.start, &own[owned.index]));
+    for ((shape, dtype), owners) in layout.tensors().iter().zip(layout.by_tensor()) {
+        let parts = owners.iter().map(|owned| (owned.items.start, &runs[owned.index]));
         leaves.push(leaf_from_parts(shape, *dtype, device, parts)?.into_inner());
     }
     Ok(leaves)

@@ -1,4 +1,4 @@
-//! Gradients through collectives: each runs backward by its transpose.
+//! Gradients through collectives: the backward pass of each collective is its transpose.
 
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, Layout, MetalStorage, Result, Shape, Storage, Tensor,
@@ -11,7 +11,7 @@ use crate::{engine::GroupContext, reduce::Reduction, replica::collectives::Colle
 /// The operation that turns the gradient of a collective's result into the gradient of its
 /// argument.
 ///
-/// Ranks refer to the forward call; the call in a context names the forward operation and its
+/// Contexts and roots are from the forward call, so errors name the forward operation and its
 /// location.
 #[derive(Debug)]
 pub(crate) enum Transpose {
@@ -25,7 +25,7 @@ pub(crate) enum Transpose {
     PsumScatter(Collectives, GroupContext, usize, Vec<usize>),
     Permute(Collectives, GroupContext, Vec<(usize, usize)>),
     AllToAll(Collectives, GroupContext, usize, usize),
-    /// A sum on one rank, zeros on the others.
+    /// A sum on this rank, and zeros on the other ranks.
     Reduce(Collectives, GroupContext, usize),
 }
 
@@ -58,13 +58,13 @@ impl Transpose {
     }
 }
 
-/// Links `result` into candle's graph as the result of an operation on `x` with this transpose;
-/// returns it unchanged if `x` has no gradient. `None` stands for `x`, whose storage must not be
-/// locked twice.
+/// Links `result` into candle's graph as the result of an operation on `x` with this transpose.
+/// Returns `result` unchanged if `x` has no gradient. If the result is `x` itself, pass `None`,
+/// because the storage of `x` must not be locked twice.
 ///
-/// The collective has already run: inside candle's operation the storage of `x` is locked, and
-/// while this thread waited for a peer, the peer's `Var::set` could wait for that lock. So the
-/// operation only returns the result, which costs a copy.
+/// The collective has already run, and candle's operation only copies the result: inside the
+/// operation the storage of `x` is locked, so if this thread waited for a peer there, a `Var::set`
+/// of the peer could wait for that lock.
 pub(crate) fn link_gradient(
     x: &Tensor,
     result: impl Into<Option<Tensor>>,
@@ -80,6 +80,7 @@ pub(crate) fn link_gradient(
     }
 }
 
+/// An operation of candle's graph whose result is already computed; `None` stands for the argument.
 #[derive(Debug)]
 struct TransposeOp {
     result: Option<Tensor>,
@@ -92,30 +93,30 @@ impl CustomOp1 for TransposeOp {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let Some(result) = &self.result else { return copied(x, layout) };
+        let Some(result) = &self.result else { return copy_storage(x, layout) };
         let (storage, layout) = result.storage_and_layout();
         let Storage::Cpu(storage) = &*storage else {
-            bail!("the result of a collective lies on another device")
+            bail!("the result of a collective is on another device")
         };
-        copied(storage, layout)
+        copy_storage(storage, layout)
     }
 
     fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        let Some(result) = &self.result else { return copied(x, layout) };
+        let Some(result) = &self.result else { return copy_storage(x, layout) };
         let (storage, layout) = result.storage_and_layout();
         let Storage::Cuda(storage) = &*storage else {
-            bail!("the result of a collective lies on another device")
+            bail!("the result of a collective is on another device")
         };
-        copied(storage, layout)
+        copy_storage(storage, layout)
     }
 
     fn metal_fwd(&self, x: &MetalStorage, layout: &Layout) -> Result<(MetalStorage, Shape)> {
-        let Some(result) = &self.result else { return copied(x, layout) };
+        let Some(result) = &self.result else { return copy_storage(x, layout) };
         let (storage, layout) = result.storage_and_layout();
         let Storage::Metal(storage) = &*storage else {
-            bail!("the result of a collective lies on another device")
+            bail!("the result of a collective is on another device")
         };
-        copied(storage, layout)
+        copy_storage(storage, layout)
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
@@ -123,7 +124,8 @@ impl CustomOp1 for TransposeOp {
     }
 }
 
-fn copied<S>(storage: &S, layout: &Layout) -> Result<(S, Shape)>
+/// Returns a contiguous copy of the items of a layout, and its shape.
+fn copy_storage<S>(storage: &S, layout: &Layout) -> Result<(S, Shape)>
 where
     S: BackendStorage<Device: BackendDevice<Storage = S>>,
 {

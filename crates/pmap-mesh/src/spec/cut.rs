@@ -1,4 +1,4 @@
-//! Cutting arguments into shards.
+//! The cuts of arguments into shards.
 
 use std::{ops::Range, sync::Arc};
 
@@ -12,33 +12,34 @@ use crate::{
     spec::{self, FaultList, ResolvedSpec, Treatment},
 };
 
-/// The treatment of a dimension with a size that the devices do not divide.
+/// The treatment of a dimension whose size is not divisible by the number of devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Uneven {
     /// The call fails; the default, as in JAX.
     #[default]
     Refuse,
-    /// Shards have equal size; the last ones are padded with zeros.
+    /// All shards have the same size; the last shards are padded with zeros.
     ///
-    /// [`P::shard`](crate::P::shard) trims a result that is joined along the same axes to the real
-    /// rows, if its dimension has the size of a padded shard. The size is the only criterion, so
-    /// join a result that has this size by chance with [`P::concat`](crate::P::concat), which trims
-    /// nothing.
+    /// [`P::shard`](crate::P::shard) joins only the real rows of a result, if the axes are those of
+    /// the cut and the result has the size of a padded shard in the joined dimension. The size is
+    /// the only criterion, so join a result that has this size by chance with
+    /// [`P::concat`](crate::P::concat), which trims nothing.
     Pad,
-    /// Sizes differ by at most one; the first shards are the larger ones. Every device needs at
-    /// least one row. A dimension that was cut unevenly cannot be cut again along other axes, but
-    /// it can be cut along both at once.
+    /// The sizes of shards differ by at most one; the first shards are larger. Every device needs
+    /// at least one row. A dimension that was cut unevenly cannot be cut again along other axes,
+    /// but one cut can be along several axes.
     Balanced,
 }
 
-/// The distribution of a dimension over the groups along some axes: one step of a [`Cut`].
+/// The division of a dimension among the slots along some axes: one step of a [`Cut`].
 #[derive(Debug)]
 struct DimSplit {
     set: AxisSet,
     groups: Arc<Groups>,
-    /// The size before this cut, including the padding of earlier cuts.
+    /// The size of the dimension before this cut, including the padding of earlier cuts.
     total: usize,
+    /// The number of shards.
     parts: usize,
     uneven: Uneven,
 }
@@ -50,19 +51,23 @@ pub(crate) struct RealRows {
     pub(crate) dim: usize,
     /// The position of the first row in the full tensor.
     pub(crate) start: usize,
+    /// The number of real rows.
     pub(crate) len: usize,
     /// The size of the shard: real rows plus padding.
     pub(crate) padded: usize,
+    /// The number of rows of the full tensor.
     pub(crate) total: usize,
+    /// The number of shards.
     pub(crate) parts: usize,
 }
 
 impl DimSplit {
+    /// Returns the index of the slot's shard.
     fn rank(&self, slot: usize) -> usize {
         self.groups.position(slot).rank
     }
 
-    /// Returns the rows of a rank, given the number of real rows before the padding.
+    /// Returns the rows of a rank. Of the rows that are cut, the first `real` are not padding.
     fn range(&self, rank: usize, real: usize) -> Range<usize> {
         match self.uneven {
             Uneven::Pad => {
@@ -90,7 +95,7 @@ impl DimSplit {
         self.total.is_multiple_of(self.parts)
     }
 
-    /// Returns true if a dimension of this size can be cut in this way.
+    /// Returns true if the size of the dimension allows this cut.
     fn is_possible(&self) -> bool {
         self.is_even()
             || match self.uneven {
@@ -100,7 +105,7 @@ impl DimSplit {
             }
     }
 
-    /// Returns the rows of a rank in dimension `dim` of a tensor: a view, or a copy if it is
+    /// Returns the rows of a rank in dimension `dim` of a tensor: a view, or a copy if the shard is
     /// padded.
     fn cut(&self, tensor: &Tensor, dim: usize, rank: usize) -> candle_core::Result<Tensor> {
         let rows = self.range(rank, self.total);
@@ -118,13 +123,13 @@ impl DimSplit {
     }
 }
 
-/// The checked cuts of one argument: pairs of a dimension and its distribution along a set of axes.
-/// A dimension may be cut again along other axes.
+/// The checked cuts of one argument, in order: pairs of a dimension and its division along a set of
+/// axes. A dimension may be cut again along other axes.
 #[derive(Debug)]
 pub(crate) struct Cut(Vec<(usize, DimSplit)>);
 
 impl Cut {
-    /// Resolves the cut of argument `index`.
+    /// Plans the cuts of argument number `index`, and adds faults to `faults`.
     pub(crate) fn new(
         index: usize,
         input: &Tensor,
@@ -140,42 +145,43 @@ impl Cut {
             let Some(dim) = faults.note(spec::find_dim(Side::In, index, dim, input)) else {
                 continue;
             };
-            let earlier = cut.cuts_in_dim(dim).last();
-            // The size of all earlier shards of the dimension, if they have one size.
+            let earlier = cut.splits_of_dim(dim).last();
+            // If the shards of the earlier cut differ in size, a fault is recorded.
             let total = earlier.map_or(input.dims()[dim], DimSplit::padded);
             let groups = topology.groups(set);
-            let rows = DimSplit { set, groups, total, parts: topology.size(set), uneven };
-            if let Some(fault) = find_fault(index, input, dim, earlier, &rows) {
+            let split = DimSplit { set, groups, total, parts: topology.size(set), uneven };
+            if let Some(fault) = find_fault(index, input, dim, earlier, &split) {
                 faults.add(fault);
             }
-            cut.0.push((dim, rows));
+            cut.0.push((dim, split));
         }
         cut
     }
 
     /// Returns the cuts of a dimension, in order.
-    fn cuts_in_dim(&self, dim: usize) -> impl Iterator<Item = &DimSplit> {
-        self.0.iter().filter(move |(cut, _)| *cut == dim).map(|(_, rows)| rows)
+    fn splits_of_dim(&self, dim: usize) -> impl Iterator<Item = &DimSplit> {
+        self.0.iter().filter(move |(cut_dim, _)| *cut_dim == dim).map(|(_, split)| split)
     }
 
+    /// Returns true if no dimension is cut.
     pub(crate) fn is_uncut(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Returns the real rows of a slot's shard in the first cut dimension, after all cuts of it;
-    /// `None` if no dimension is cut.
+    /// Returns the real rows of a slot's shard in the dimension that is cut first, after all cuts
+    /// of this dimension; `None` if no dimension is cut.
     pub(crate) fn real_rows(&self, slot: usize) -> Option<RealRows> {
-        let (dim, first) = self.0.first()?;
-        let last = self.0.iter().rposition(|(cut, _)| cut == dim)?;
-        let parts = self.cuts_in_dim(*dim).map(|rows| rows.parts).product();
-        let real = self.real(last, slot);
-        let last = &self.0[last].1;
+        let (dim, first_split) = self.0.first()?;
+        let last = self.0.iter().rposition(|(cut_dim, _)| cut_dim == dim)?;
+        let parts = self.splits_of_dim(*dim).map(|split| split.parts).product();
+        let rows = self.rows_after(last, slot);
+        let last_split = &self.0[last].1;
         Some(RealRows {
             dim: *dim,
-            start: real.start,
-            len: real.len(),
-            padded: last.size(last.rank(slot)),
-            total: first.total,
+            start: rows.start,
+            len: rows.len(),
+            padded: last_split.size(last_split.rank(slot)),
+            total: first_split.total,
             parts,
         })
     }
@@ -188,50 +194,53 @@ impl Cut {
         set: AxisSet,
         slot: usize,
     ) -> candle_core::Result<Tensor> {
-        for (number, (_, rows)) in self.0.iter().enumerate() {
-            let size = result.dims()[dim];
-            if rows.set == set && rows.uneven == Uneven::Pad && size == rows.padded() {
-                return result.narrow(dim, 0, self.real(number, slot).len());
+        let size = result.dims()[dim];
+        for (number, (_, split)) in self.0.iter().enumerate() {
+            if split.set == set && split.uneven == Uneven::Pad && size == split.padded() {
+                return result.narrow(dim, 0, self.rows_after(number, slot).len());
             }
         }
         Ok(result.clone())
     }
 
-    /// Returns the rows of the full tensor that a slot has, without padding, after cut number
-    /// `number` and all earlier cuts of the same dimension.
-    fn real(&self, number: usize, slot: usize) -> Range<usize> {
-        let (dim, rows) = &self.0[number];
-        let parent = match self.0[..number].iter().rposition(|(cut, _)| cut == dim) {
-            Some(earlier) => self.real(earlier, slot),
-            None => 0..rows.total,
+    /// Returns the rows of the full tensor that a slot has after cut number `number` and all
+    /// earlier cuts of the same dimension, without padding.
+    fn rows_after(&self, number: usize, slot: usize) -> Range<usize> {
+        let (dim, split) = &self.0[number];
+        let parent = match self.0[..number].iter().rposition(|(cut_dim, _)| cut_dim == dim) {
+            Some(earlier) => self.rows_after(earlier, slot),
+            None => 0..split.total,
         };
-        let local = rows.range(rows.rank(slot), parent.len());
-        parent.start + local.start..parent.start + local.end
+        let within_parent = split.range(split.rank(slot), parent.len());
+        parent.start + within_parent.start..parent.start + within_parent.end
     }
 
     /// Returns the shard of a slot.
-    pub(crate) fn view(&self, input: &Tensor, slot: usize) -> candle_core::Result<Tensor> {
-        self.0
-            .iter()
-            .try_fold(input.clone(), |shard, (dim, rows)| rows.cut(&shard, *dim, rows.rank(slot)))
+    pub(crate) fn shard(&self, input: &Tensor, slot: usize) -> candle_core::Result<Tensor> {
+        let mut shard = input.clone();
+        for (dim, split) in &self.0 {
+            shard = split.cut(&shard, *dim, split.rank(slot))?;
+        }
+        Ok(shard)
     }
 }
 
-/// Returns the reason why a dimension cannot be cut in this way after the cut `earlier`.
+/// Returns the reason why `split` is not possible after the cut `earlier` of the same dimension, if
+/// any.
 fn find_fault(
     index: usize,
     input: &Tensor,
     dim: usize,
     earlier: Option<&DimSplit>,
-    rows: &DimSplit,
+    split: &DimSplit,
 ) -> Option<SpecFault> {
-    let DimSplit { total: size, parts, .. } = *rows;
+    let DimSplit { total: size, parts, .. } = *split;
     let shape = input.dims().to_vec();
     match earlier {
         // The earlier cut has recorded the fault.
         Some(earlier) if !earlier.is_possible() => None,
-        // Balanced shards of different sizes cannot all be cut in the same way.
-        Some(earlier) if !earlier.is_even() && rows.uneven != Uneven::Pad => {
+        // Balanced shards of different sizes cannot all be cut in one way.
+        Some(earlier) if !earlier.is_even() && split.uneven != Uneven::Pad => {
             Some(SpecFault::CutAfterUneven {
                 index,
                 dim,
@@ -240,7 +249,7 @@ fn find_fault(
                 parts: earlier.parts,
             })
         }
-        _ => (!rows.is_possible()).then_some(SpecFault::NotDivisible {
+        _ => (!split.is_possible()).then_some(SpecFault::NotDivisible {
             index,
             dim,
             size,
@@ -250,6 +259,7 @@ fn find_fault(
     }
 }
 
+/// Returns zeros with the shape of `like`, but with this size in dimension `dim`.
 fn zeros(like: &Tensor, dim: usize, size: usize) -> candle_core::Result<Tensor> {
     let mut shape = like.dims().to_vec();
     shape[dim] = size;

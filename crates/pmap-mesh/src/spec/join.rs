@@ -1,4 +1,4 @@
-//! Joins the results of replicas.
+//! The join of the replicas' results into one tensor for each output.
 
 use candle_core::{Device, Tensor, bail};
 use core_types::Fingerprint;
@@ -15,23 +15,23 @@ use crate::{
     spec::{self, ResolvedSpec, Treatment, cut::Cut},
 };
 
-/// The context in which results of a call are joined.
+/// The join of one call's results.
 pub(crate) struct ResultJoin<'a> {
     pub(crate) topology: &'a Topology,
     /// The device of joined results.
     pub(crate) home: &'a Device,
-    /// The cut of the first argument that was cut.
+    /// The cut of the first argument that was cut, if any.
     pub(crate) cut: Option<&'a Cut>,
     pub(crate) comparison: Comparison,
 }
 
-/// The method that verifies that replicated results are equal, before the first slot's is returned.
+/// The method that compares replicated results, of which only the first slot's result is returned.
 pub(crate) enum Comparison {
-    /// Skips the check.
+    /// Does not compare them.
     Trusted,
     /// Compares all bits.
     Bits,
-    /// Compares the [`fingerprint`]s, by slot and result, because this process does not have the
+    /// Compares their [`fingerprint`]s, by slot and result, because this process does not have the
     /// results of all slots.
     Fingerprints(Vec<Vec<u64>>),
 }
@@ -44,17 +44,18 @@ impl ResultJoin<'_> {
         results: Vec<Tensor>,
         spec: &ResolvedSpec,
     ) -> Result<Tensor> {
-        let mut joined = self.take_first_replicas(index, results, spec)?;
+        let mut parts = self.take_first_replicas(index, results, spec)?;
         // Undo the cuts in reverse order.
         for &(set, treatment) in spec.iter().rev() {
-            joined = self.join_along(index, &joined, set, treatment)?;
+            parts = self.join_along(index, &parts, set, treatment)?;
         }
-        let (_, result) = joined.swap_remove(0);
+        // All parts have been joined into one.
+        let (_, result) = parts.swap_remove(0);
         to_device(&result, self.home).map_err(Error::gather(index))
     }
 
-    /// Joins the results of each group along `set`. Returns pairs of a group's first slot and its
-    /// tensor.
+    /// Joins the results of each group along `set`, given pairs of a slot and its tensor. Returns
+    /// pairs of a group's first slot and the group's tensor.
     fn join_along(
         &self,
         index: usize,
@@ -79,14 +80,14 @@ impl ResultJoin<'_> {
             .collect()
     }
 
-    /// Joins result number `index` of all slots into `kept`, a contiguous tensor of the joined
+    /// Joins result number `index` of all slots into `out`, a contiguous tensor of the joined
     /// shape.
     pub(crate) fn join_into(
         &self,
         index: usize,
         results: Vec<Tensor>,
         spec: &ResolvedSpec,
-        kept: &Tensor,
+        out: &Tensor,
     ) -> Result<()> {
         match spec[..] {
             // Write the shards one by one, without a temporary tensor for all of them.
@@ -97,27 +98,29 @@ impl ResultJoin<'_> {
                     .iter()
                     .map(|(slot, shard)| self.part(index, *slot, shard, set, treatment))
                     .collect();
-                write_into(kept, index, dim, &parts?)
+                write_into(out, index, dim, &parts?)
             }
-            _ => write_into(kept, index, 0, &[self.join(index, results, spec)?]),
+            _ => write_into(out, index, 0, &[self.join(index, results, spec)?]),
         }
     }
 
-    /// Returns the results of the first slot along each axis that `spec` does not name.
+    /// Returns the first slot, and its result, of each group of slots that have the same part of
+    /// the output: the groups along the axes that `spec` does not name. Fails if the results of a
+    /// group differ.
     fn take_first_replicas(
         &self,
         index: usize,
         results: Vec<Tensor>,
         spec: &ResolvedSpec,
     ) -> Result<Vec<(usize, Tensor)>> {
-        let replicated = replicated_axes(spec, self.topology)?;
-        if replicated == 0 {
+        let set = replicated_axes(spec, self.topology)?;
+        if set == 0 {
             return Ok(results.into_iter().enumerate().collect());
         }
-        let replicated = self.topology.groups(replicated);
-        self.check_replicated(index, &results, &replicated)?;
-        let results = results.into_iter().enumerate();
-        Ok(results.filter(|(slot, _)| replicated.position(*slot).rank == 0).collect())
+        let groups = self.topology.groups(set);
+        self.check_replicated(index, &results, &groups)?;
+        let by_slot = results.into_iter().enumerate();
+        Ok(by_slot.filter(|(slot, _)| groups.position(*slot).rank == 0).collect())
     }
 
     /// Checks that the members of each group have the same result.
@@ -132,7 +135,9 @@ impl ResultJoin<'_> {
                 Comparison::Bits => {
                     bits_equal(&results[first], &results[slot]).map_err(Error::gather(index))?
                 }
-                Comparison::Fingerprints(prints) => prints[first][index] == prints[slot][index],
+                Comparison::Fingerprints(fingerprints) => {
+                    fingerprints[first][index] == fingerprints[slot][index]
+                }
             };
             if !are_equal {
                 return Err(ValueError::NotReplicated { index, slot, first }.into());
@@ -141,7 +146,8 @@ impl ResultJoin<'_> {
         Ok(())
     }
 
-    /// Returns one slot's part of a joined result, on the home device.
+    /// Returns one slot's part of a joined result on the home device, without the padding of the
+    /// cut.
     fn part(
         &self,
         index: usize,
@@ -167,29 +173,30 @@ pub(crate) fn replicated_axes(spec: &ResolvedSpec, topology: &Topology) -> Resul
     Ok(topology.set(&ALL)? & !named)
 }
 
-/// Writes `parts` into `kept` along `dim`. They must fill it.
-fn write_into(kept: &Tensor, index: usize, dim: usize, parts: &[Tensor]) -> Result<()> {
-    if let ([], [part]) = (kept.dims(), parts)
+/// Writes `parts` one after another into `out` along `dim`. Together they must fill `out`.
+fn write_into(out: &Tensor, index: usize, dim: usize, parts: &[Tensor]) -> Result<()> {
+    if let ([], [part]) = (out.dims(), parts)
         && part.rank() == 0
     {
         // candle writes along a dimension, and a scalar has no dimension.
-        let kept = kept.reshape(1).map_err(Error::gather(index))?;
-        let part = part.reshape(1).map_err(Error::gather(index))?;
-        return write_into(&kept, index, 0, &[part]);
+        let flat_out = out.reshape(1).map_err(Error::gather(index))?;
+        let flat_part = part.reshape(1).map_err(Error::gather(index))?;
+        return write_into(&flat_out, index, 0, &[flat_part]);
     }
     let mut size = 0;
     for part in parts {
         let part = to_contiguous(part).map_err(Error::gather(index))?;
-        kept.slice_set(&part, dim, size).map_err(Error::gather(index))?;
+        out.slice_set(&part, dim, size).map_err(Error::gather(index))?;
         size += part.dims()[dim];
     }
-    // candle only checks that each part fits.
-    if size == kept.dims()[dim] {
+    // candle checks that each part fits, but not that the parts fill the tensor.
+    if size == out.dims()[dim] {
         return Ok(());
     }
-    Err(SpecFault::KeptSize { index, dim, size, shape: kept.dims().to_vec() }.into())
+    Err(SpecFault::OutputSize { index, dim, size, shape: out.dims().to_vec() }.into())
 }
 
+/// Joins the parts of one group.
 fn combine(index: usize, parts: &[Tensor], treatment: Treatment) -> Result<Tensor> {
     let first = &parts[0];
     let combined = match treatment {
@@ -210,7 +217,7 @@ fn combine(index: usize, parts: &[Tensor], treatment: Treatment) -> Result<Tenso
     combined.map_err(Error::gather(index))
 }
 
-/// Reduces in the order of the mesh with the kernel of the collectives, so that `P::sum` has the
+/// Reduces parts in the order of the mesh, with the kernel of the collectives: `P::sum` returns the
 /// same bits as `psum`.
 fn reduce_parts(parts: &[Tensor], reduction: Reduction) -> candle_core::Result<Tensor> {
     let first = &parts[0];
@@ -221,7 +228,7 @@ fn reduce_parts(parts: &[Tensor], reduction: Reduction) -> candle_core::Result<T
     to_device(&reduce::tensors(&on_host, reduction)?, first.device())
 }
 
-/// Returns true if two tensors are equal to the bit, on any devices.
+/// Returns true if two tensors, on any devices, have the same dtype, shape and bits.
 pub(crate) fn bits_equal(left: &Tensor, right: &Tensor) -> candle_core::Result<bool> {
     if left.shape() != right.shape() || left.dtype() != right.dtype() {
         return Ok(false);
@@ -236,7 +243,8 @@ pub(crate) fn bits_equal(left: &Tensor, right: &Tensor) -> candle_core::Result<b
     }
 }
 
-/// Returns a hash that differs for tensors that are not the [`bits_equal`], except for one pair in 2^64.
+/// Returns a hash of a tensor. It is equal for tensors that are [`bits_equal`]; of other pairs of
+/// tensors, only one in 2^64 has equal hashes.
 pub(crate) fn fingerprint(x: &Tensor) -> candle_core::Result<u64> {
     let mut fingerprint = Fingerprint::new();
     fingerprint.write_bytes(x.dtype().as_str().as_bytes()).write_u64(x.rank() as u64);
@@ -252,14 +260,15 @@ pub(crate) fn fingerprint(x: &Tensor) -> candle_core::Result<u64> {
 /// Returns true if both tensors are the same view of one storage, like the results of a large
 /// `psum`.
 fn is_one_storage(left: &Tensor, right: &Tensor) -> bool {
-    // Lock one storage at a time: while this thread held one lock and waited for the other, a
-    // `Var::set` could wait for the first and deadlock.
+    // Lock one storage at a time: if this thread waited for the second lock while it held the
+    // first, it could deadlock with a `Var::set` that waits for the first lock.
     let address = |x: &Tensor| std::ptr::from_ref(&*x.storage_and_layout().0).addr();
     left.stride() == right.stride()
         && left.layout().start_offset() == right.layout().start_offset()
         && address(left) == address(right)
 }
 
+/// Returns the items of a tensor as bytes.
 fn bytes(tensor: &Tensor) -> candle_core::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     contiguous_copy(tensor)?.write_bytes(&mut bytes)?;

@@ -1,4 +1,4 @@
-//! Specs: the treatment of tensors along the axes of a mesh (cut, replicated, joined).
+//! Specs: how tensors are cut, replicated and joined along the axes of a mesh.
 
 pub(crate) mod cut;
 pub(crate) mod join;
@@ -21,9 +21,9 @@ use crate::{
 /// The treatment of one tensor along the axes of a mesh; JAX's `PartitionSpec`, extended by
 /// reductions for `out_axes`.
 ///
-/// A spec may name each axis of the mesh once. Along an unnamed axis a tensor is replicated: every
-/// device gets the full input. A replicated output must be the same on all devices, and the first
-/// device's is returned. (The outputs are compared, unless
+/// A spec may name each axis of the mesh once. Along an axis that is not named, a tensor is
+/// replicated: every device gets the full input. A replicated output must be the same on all
+/// devices, and the first device's output is returned. (The outputs are compared, unless
 /// [`PMap::trust_replicated`](crate::PMap::trust_replicated) is set.)
 ///
 /// `Some(dim)` is short for `P::shard(dim, ALL)` and `None` for [`P::replicate`], so that JAX's
@@ -46,26 +46,26 @@ pub struct P(Vec<(MeshAxes, Treatment)>);
 /// The treatment of a tensor along some axes of the mesh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Treatment {
-    /// Cut, or concatenated, in this dimension.
+    /// Inputs are cut in this dimension; outputs are concatenated, without padding.
     Shard(isize),
-    /// Concatenated in this dimension, including padding. Like the following variants, for outputs
-    /// only.
+    /// Outputs are concatenated in this dimension, including padding.
     Concat(isize),
-    /// Summed.
+    /// Outputs are summed.
     Sum,
+    /// Outputs are averaged.
     Mean,
-    /// Stacked in a new dimension.
+    /// Outputs are stacked in this new dimension.
     Stack(isize),
 }
 
 impl P {
-    /// Returns the spec of a tensor that is whole on every device.
+    /// Returns the spec of a tensor that every device has completely.
     pub fn replicate() -> Self {
         Self(Vec::new())
     }
 
     /// Returns the spec of an input that is cut in dimension `dim` over the devices along `axes`,
-    /// or of an output that is concatenated in it, without the padding of
+    /// or of an output that is concatenated in this dimension, without the padding of
     /// [`Uneven::Pad`](crate::Uneven::Pad). Negative dimensions count from the last.
     pub fn shard(dim: isize, axes: impl Into<MeshAxes>) -> Self {
         Self(vec![(axes.into(), Treatment::Shard(dim))])
@@ -122,7 +122,8 @@ impl P {
         self
     }
 
-    /// Returns the treatments along the axes of this mesh.
+    /// Returns the treatments along the axes of a mesh, and adds the faults of the spec to
+    /// `faults`.
     fn resolve(
         &self,
         side: Side,
@@ -163,25 +164,26 @@ impl From<Option<isize>> for P {
 /// The treatments of one tensor along disjoint sets of axes.
 pub(crate) type ResolvedSpec = Vec<(AxisSet, Treatment)>;
 
-/// The specs of all tensors: one [`P`] for each tensor, one for each argument of a tuple (for all
-/// of its tensors), or one for everything.
+/// The specs of all arguments or results: one [`P`] for each tensor, one for all tensors of each
+/// element of a tuple, or one for all tensors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Specs(SpecList);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum SpecList {
-    /// One spec for the first tensor, another for all others.
+    /// One spec for the first tensor, and another for all later tensors.
     FirstAndRest(P, P),
+    /// One spec for each tensor, or for each argument.
     Each(Vec<P>),
 }
 
 impl Specs {
-    /// Returns specs of one [`P`] for the first tensor, and another for the others.
+    /// Returns specs with one [`P`] for the first tensor, and another for all later tensors.
     pub(crate) fn first_and_rest(first: P, rest: P) -> Self {
         Self(SpecList::FirstAndRest(first, rest))
     }
 
-    /// Returns true if every tensor is replicated, so that nothing is joined.
+    /// Returns true if every tensor is replicated, so that no tensor is joined.
     pub(crate) fn are_replicated(&self) -> bool {
         match &self.0 {
             SpecList::FirstAndRest(first, rest) => first.0.is_empty() && rest.0.is_empty(),
@@ -189,7 +191,8 @@ impl Specs {
         }
     }
 
-    /// Returns the treatments of each tensor of `tree`.
+    /// Returns the treatments of each tensor of `tree`, and adds the faults of the specs to
+    /// `faults`.
     pub(crate) fn resolve(
         &self,
         side: Side,
@@ -201,13 +204,13 @@ impl Specs {
         let tensors = parts.iter().sum();
         match &self.0 {
             SpecList::FirstAndRest(first, rest) => {
-                let specs = iter::once(first).chain(iter::repeat(rest)).take(tensors);
-                Ok(resolve_each(specs, side, topology, faults))
+                let by_tensor = iter::once(first).chain(iter::repeat(rest)).take(tensors);
+                Ok(resolve_each(by_tensor, side, topology, faults))
             }
             SpecList::Each(specs) if specs.len() == parts.len() => {
-                let specs = specs.iter().zip(&parts);
-                let specs = specs.flat_map(|(p, &tensors)| iter::repeat_n(p, tensors));
-                Ok(resolve_each(specs, side, topology, faults))
+                let by_part = specs.iter().zip(&parts);
+                let by_tensor = by_part.flat_map(|(p, &tensors)| iter::repeat_n(p, tensors));
+                Ok(resolve_each(by_tensor, side, topology, faults))
             }
             SpecList::Each(specs) if specs.len() == tensors => {
                 Ok(resolve_each(specs.iter(), side, topology, faults))
@@ -252,13 +255,15 @@ impl From<Vec<P>> for Specs {
     }
 }
 
-/// Returns the index of `dim` among `rank` dimensions, or `None` if it is out of range.
+/// Returns the index of `dim` among `rank` dimensions, or `None` if `dim` is out of range. Negative
+/// dimensions count from the last.
 pub(crate) fn normalize(dim: isize, rank: usize) -> Option<usize> {
     let position = if dim < 0 { rank.checked_sub(dim.unsigned_abs())? } else { dim.unsigned_abs() };
     (position < rank).then_some(position)
 }
 
-/// Returns the index of `dim` in the shape of tensor number `index`.
+/// Returns the index of `dim` in the shape of a tensor; `index` is the tensor's number in the
+/// error.
 pub(crate) fn find_dim(
     side: Side,
     index: usize,

@@ -8,11 +8,11 @@ use std::{
 
 use candle_core::Tensor;
 
-/// A value made of tensors, which can be cut and joined tensor by tensor; a pytree of JAX.
+/// A value made of tensors, which can be cut and joined tensor by tensor, like a pytree of JAX.
 ///
-/// It is implemented for [`Tensor`], `()`, tuples of up to six, vectors, options, and maps in the
-/// order of their keys (as in JAX). [`tensor_tree!`](crate::tensor_tree) implements it for your
-/// structs.
+/// It is implemented for [`Tensor`], `()`, tuples of up to six elements, vectors, options, and
+/// maps, in the order of their keys (as in JAX). [`tensor_tree!`](crate::tensor_tree) implements it
+/// for your structs.
 pub trait TensorTree: Sized + Send + 'static {
     /// Returns a value of the same structure, with every tensor replaced by the result of `f`.
     ///
@@ -54,12 +54,14 @@ pub(crate) fn try_map_indexed<T: TensorTree, E>(
     })
 }
 
-/// Returns a value of the same structure with these tensors, as many as it has.
+/// Returns a value of the same structure with the tensors of `leaves`, one for each tensor of
+/// `tree`.
 pub(crate) fn with_leaves<T: TensorTree>(tree: &T, leaves: &[Tensor]) -> T {
     let Ok(tree) = try_map_indexed(tree, |index, _| Ok::<_, Infallible>(leaves[index].clone()));
     tree
 }
 
+/// Returns the number of tensors of a tree.
 fn count(tree: &impl TensorTree) -> usize {
     let mut count = 0;
     let Ok(_) = tree.try_map(&mut |leaf| {
@@ -100,8 +102,8 @@ impl<K: Ord + Clone + Send + 'static, T: TensorTree> TensorTree for BTreeMap<K, 
 }
 
 /// The tensors are in the order of the keys. A function that runs a collective for each entry must
-/// also sort the keys: the iteration order of the map differs between processes.
-#[expect(clippy::disallowed_types, reason = "its own order is not used")]
+/// also sort the keys, since the iteration order of the map differs between processes.
+#[expect(clippy::disallowed_types, reason = "the iteration order of the map is not used")]
 impl<K, T, S> TensorTree for std::collections::HashMap<K, T, S>
 where
     K: Ord + Hash + Clone + Send + 'static,

@@ -569,7 +569,7 @@ fn call_into_writes_kept_tensors() {
     let too_large = (iota((2, 6)), iota((2, 2)));
     let error = f.call_into(iota((2, 4)), &too_large).unwrap_err();
     assert!(
-        matches!(error, Error::Specs(faults) if matches!(faults[..], [SpecFault::KeptSize { index: 0, size: 4, .. }]))
+        matches!(error, Error::Specs(faults) if matches!(faults[..], [SpecFault::OutputSize { index: 0, size: 4, .. }]))
     );
 }
 

@@ -15,7 +15,7 @@ use clap::ValueEnum;
 use super::order::ReadingOrder;
 use crate::{
     error::{Error, Result},
-    help::{examples, typed},
+    help::{cli_name, examples},
     numbers::{self, Numbers, SequenceLengthList},
 };
 
@@ -293,8 +293,8 @@ impl BatchArgs {
             if is_given && self.strategy != needed {
                 return Err(Error::usage(format!(
                     "{option} needs --strategy {}, not {}",
-                    typed(needed),
-                    typed(self.strategy)
+                    cli_name(needed),
+                    cli_name(self.strategy)
                 )));
             }
         }
@@ -317,7 +317,7 @@ impl BatchArgs {
         if let Some((option, _)) = unsupported.into_iter().find(|(_, is_given)| *is_given) {
             return Err(Error::usage(format!(
                 "{option} does not work with --strategy {}",
-                typed(self.strategy)
+                cli_name(self.strategy)
             )));
         }
         if is_pack && self.capacity.or(self.max_tokens).is_none() {
@@ -372,7 +372,7 @@ impl BatchArgs {
         })
     }
 
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     fn buckets(&self, lengths: Option<&SequenceLengthList>) -> Result<Buckets> {
         let Some(n_buckets) = self.buckets else {
             return Ok(Buckets::Width(self.bucket_width.unwrap_or(Buckets::DEFAULT_WIDTH)));
@@ -415,7 +415,7 @@ impl BatchArgs {
     }
 
     /// Returns the configuration that shares the batches among ranks.
-    pub(super) fn distributed(&self) -> DistributedConfig {
+    pub(super) fn distributed_config(&self) -> DistributedConfig {
         let layout = match self.steps {
             None | Some(StepsArg::Grouped) => StepLayout::Grouped,
             Some(StepsArg::Dealt) => StepLayout::Dealt,
@@ -437,7 +437,7 @@ impl BatchArgs {
     }
 
     /// Returns the reading order of `len` sequences in an epoch.
-    pub(super) fn order(&self, len: u64, epoch: Epoch) -> Result<ReadingOrder> {
+    pub(super) fn reading_order(&self, len: u64, epoch: Epoch) -> Result<ReadingOrder> {
         if let Some(path) = &self.order {
             let positions = numbers::positions(path);
             return Ok(ReadingOrder::Listed { positions, path: path.clone() });

@@ -27,7 +27,7 @@ use crate::{
     output::{self, JsonLines},
 };
 
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 pub(crate) fn run(args: &BatchArgs) -> Result<()> {
     args.check()?;
     let state = match args.format {
@@ -90,7 +90,7 @@ fn make_from_stream(args: &BatchArgs, on_batch: BatchCallback<'_>) -> Result<Bat
 fn make_all(args: &BatchArgs, on_batch: BatchCallback<'_>) -> Result<BatchTotals> {
     let lengths = args.load_lengths()?;
     let config = args.config(Some(&lengths))?;
-    let mut order = args.order(lengths.count(), args.epoch())?;
+    let mut order = args.reading_order(lengths.count(), args.epoch())?;
     let mut batches = Batches::new(order.sequences(&lengths), config)?;
     if let Some(seed) = args.shuffle_seed() {
         batches = batches.shuffled(seed.derive(args.epoch().as_u64()));
@@ -133,7 +133,7 @@ fn make_for_rank(
 ) -> Result<BatchTotals> {
     let lengths = args.load_lengths()?;
     let batches = DynamicBatchSampler::new(&lengths, args.config(Some(&lengths))?)?;
-    let sampler = DistributedBatchSampler::new(batches, placement, args.distributed())?;
+    let sampler = DistributedBatchSampler::new(batches, placement, args.distributed_config())?;
     let mut steps = remaining_steps(args, &sampler, &lengths)?;
     let left_out = steps.report();
     let mut state = steps.state();
@@ -170,7 +170,7 @@ fn remaining_steps<'a>(
         None => None,
     };
     let epoch = state.as_ref().map_or(args.epoch(), |state| state.epoch);
-    let mut order = args.order(lengths.count(), epoch)?;
+    let mut order = args.reading_order(lengths.count(), epoch)?;
     let mut fault: Option<Error> = None;
     // The iterator ends at the first unreadable position, and its error is returned below.
     let indices = order.sequences(lengths).map_while(|sequence| match sequence {

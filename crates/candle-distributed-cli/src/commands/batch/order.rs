@@ -24,7 +24,7 @@ pub(super) enum ReadingOrder {
 
 impl ReadingOrder {
     /// Returns the sequences in order. Listed positions are read lazily.
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     pub(super) fn sequences<'a>(
         &'a mut self,
         lengths: &'a SequenceLengthList,
@@ -46,7 +46,7 @@ impl ReadingOrder {
                     let message = format!(
                         "position {n} in {name} is {index}, out of range for {count} sequences"
                     );
-                    Err(Error::usage(message).hinted(hint::ORDER))
+                    Err(Error::usage(message).with_hint(hint::ORDER))
                 }))
             }
         }

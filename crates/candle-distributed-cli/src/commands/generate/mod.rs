@@ -91,7 +91,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         write_logits(file, &generator.logits(&generated)?)?;
     }
     match args.format {
-        Format::Text => output::text(|out| writeln!(out, "{}", generated.text)),
+        Format::Text => output::model_text(&generated.text),
         Format::Json => output::json(&GenerateOutput { format_version: 1, generated }),
     }
 }
@@ -100,8 +100,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
 fn write_logits(path: &Path, logits: &Tensor) -> Result<()> {
     let tensors = [TensorInfo::new("logits", logits)];
     let content = Cursor::new(Vec::new());
-    let file = TensorFile::create(content, path, &tensors, BTreeMap::new())?;
-    let mut file = file.allow_non_finite();
+    let mut file = TensorFile::create(content, path, &tensors, BTreeMap::new())?.allow_non_finite();
     file.write(logits)?;
     output::file(path, file.finish()?.get_ref())
 }
@@ -118,7 +117,7 @@ impl GenerateArgs {
                     file.display(),
                     folder.display()
                 );
-                return Err(Error::usage(fault).hinted("name a file in another folder"));
+                return Err(Error::usage(fault).with_hint("name a file in another folder"));
             }
         }
         Ok(())
@@ -131,7 +130,7 @@ impl GenerateArgs {
     }
 }
 
-/// Returns true if a file, existing or not, is in a folder or links to a file in it.
+/// Returns true if a file is in a folder, or is a link to a file in it. The file need not exist.
 fn leads_into(file: &Path, folder: &Path) -> Result<bool> {
     let folder = folder.canonicalize().map_err(|source| Error::read(folder, source))?;
     let parent = match file.parent() {

@@ -34,14 +34,14 @@ pub(super) fn command(program: &OsStr, arguments: &[OsString]) -> Command {
 /// Children of `program` do not inherit this, so they survive if the launcher is killed. The help
 /// says so.
 pub(super) fn become_program(launcher: u32, program: &OsStr, arguments: &[OsString]) -> Result<()> {
-    let failed =
+    let start_error =
         |source| Error::usage(format!("cannot start {}: {source}", Printable(program.display())));
     #[cfg(target_os = "linux")]
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
-        .map_err(|error| failed(error.into()))?;
+        .map_err(|error| start_error(error.into()))?;
     // If the launcher ended before the call above, no signal is sent.
     if parent_id() != launcher {
         return Err(Error::usage(format!("process {launcher} is not the parent of this process")));
     }
-    Err(failed(Command::new(program).args(arguments).exec()))
+    Err(start_error(Command::new(program).args(arguments).exec()))
 }

@@ -91,7 +91,7 @@ impl ProcessGroup {
     }
 
     /// Starts the threads that watch the last process.
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     fn watch_last(&mut self) -> io::Result<()> {
         let rank = self.processes.len() - 1;
         let process = self.processes.last_mut().expect("a process has just been added");
@@ -154,7 +154,7 @@ impl ProcessGroup {
             }
             JobEvent::Ended(rank) => {
                 let status = self.processes[rank].reap().map_err(ErrorKind::Launcher)?;
-                if let Some(fault) = process::failure(rank, status) {
+                if let Some(fault) = process::exit_error(rank, status) {
                     self.end_because(fault);
                 }
                 if !self.is_running() {
@@ -181,10 +181,10 @@ impl ProcessGroup {
         self.fault.get_or_insert(fault);
     }
 
-    /// Moves the deadline forward to at most `period` from now. It is never postponed.
+    /// Sets the deadline to `period` from now, unless it is earlier already.
     fn expect_end(&mut self, period: Duration) {
         let deadline = Instant::now() + period;
-        self.deadline = Some(self.deadline.map_or(deadline, |known| known.min(deadline)));
+        self.deadline = Some(self.deadline.map_or(deadline, |current| current.min(deadline)));
     }
 
     /// Kills all running processes.
@@ -211,8 +211,8 @@ impl ProcessGroup {
 }
 
 /// Returns the event for the end of an output.
-fn output_event(written: io::Result<()>) -> JobEvent {
-    match written {
+fn output_event(outcome: io::Result<()>) -> JobEvent {
+    match outcome {
         Ok(()) => JobEvent::Closed,
         Err(error) => JobEvent::Unwritten(error),
     }

@@ -100,14 +100,14 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<()> {
 }
 
 impl LaunchArgs {
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     fn n_processes(&self) -> u16 {
         self.processes.expect("clap requires --processes unless there is --guarded-by")
     }
 }
 
 /// Splits a command into the program and its arguments.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 fn split(command: &[OsString]) -> (&OsStr, &[OsString]) {
     let (name, arguments) = command.split_first().expect("clap requires a program");
     (name, arguments)

@@ -58,7 +58,7 @@ pub(super) struct Process {
 
 impl Process {
     /// Takes standard output and standard error. Call it once.
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     pub(super) fn take_outputs(&mut self) -> (ChildStdout, ChildStderr) {
         let stdout = self.child.stdout.take().expect("piped at start, and taken only once");
         let stderr = self.child.stderr.take().expect("piped at start, and taken only once");
@@ -109,7 +109,7 @@ pub(super) fn wait(pid: Pid) {
 }
 
 /// Returns the error for an exit status of `rank`, or `None` for success.
-pub(super) fn failure(rank: usize, status: ExitStatus) -> Option<ErrorKind> {
+pub(super) fn exit_error(rank: usize, status: ExitStatus) -> Option<ErrorKind> {
     if status.success() {
         return None;
     }
@@ -129,8 +129,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn failure_names_code_or_signal() {
-        let failed = |status| failure(3, ExitStatus::from_raw(status));
+    fn exit_error_names_code_or_signal() {
+        let failed = |status| exit_error(3, ExitStatus::from_raw(status));
         assert!(failed(0).is_none());
         for (raw, message, expected) in [
             (7 << 8, "rank 3 ended with exit code 7", 7),

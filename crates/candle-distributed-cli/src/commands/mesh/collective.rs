@@ -187,7 +187,7 @@ impl CollectiveTrial {
     }
 }
 
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 fn nanoseconds(time: Duration) -> i64 {
     i64::try_from(time.as_nanos()).expect("no collective takes 292 years")
 }

@@ -111,13 +111,13 @@ impl MeshArgs {
         Some(self.axes.iter().fold(1, |size: u64, axis| size.saturating_mul(axis.size as u64)))
     }
 
-    /// Returns the grid of the axes in `--axis`, or one axis over all devices.
+    /// Returns a mesh builder with the axes in `--axis`, or with one axis over all devices.
     fn grid(&self, n_devices: usize) -> DeviceMeshBuilder {
-        let grid = DeviceMesh::builder();
+        let builder = DeviceMesh::builder();
         if self.axes.is_empty() {
-            return grid.axis(DeviceMesh::AXIS, n_devices);
+            return builder.axis(DeviceMesh::AXIS, n_devices);
         }
-        self.axes.iter().fold(grid, |grid, axis| grid.axis(&axis.name, axis.size))
+        self.axes.iter().fold(builder, |builder, axis| builder.axis(&axis.name, axis.size))
     }
 
     /// Times every collective along each axis and, if there are several, along all axes together.

@@ -53,15 +53,20 @@ pub(crate) struct PlanArgs {
     #[arg(long, help_heading = "Cost model")]
     optimizer_in_backward: bool,
     /// Dtype of trained parameters [default: as in the file]
-    #[arg(long, value_name = "DTYPE", value_parser = dtype, help_heading = "Cost model")]
+    #[arg(long, value_name = "DTYPE", value_parser = parse_dtype, help_heading = "Cost model")]
     param_dtype: Option<ElemType>,
     /// Dtypes to gather parameters and reduce gradients in, such as BF16,F32 [default: as stored]
-    #[arg(long, value_name = "DTYPE,DTYPE", value_parser = dtypes, help_heading = "Cost model")]
+    #[arg(
+        long,
+        value_name = "DTYPE,DTYPE",
+        value_parser = parse_dtypes,
+        help_heading = "Cost model"
+    )]
     mixed_precision: Option<(ElemType, ElemType)>,
     /// Runtime to predict memory and traffic for
     #[arg(long, value_enum, default_value_t, help_heading = "Cost model")]
     runtime: RuntimeArg,
-    /// Number of units gathered ahead [default: 1 for torch, 0 for candle]
+    /// Number of units to gather in advance [default: 1 for torch, 0 for candle]
     #[arg(long, value_name = "UNITS", help_heading = "Cost model")]
     prefetch: Option<u64>,
     /// Number of tokens of a batch on each rank, to estimate the memory of activations
@@ -76,7 +81,7 @@ pub(crate) struct PlanArgs {
     pub(super) slots: Option<NonZeroUsize>,
     /// Link speeds, to estimate communication time: h100, or ranks per node and GB/s within and
     /// between nodes, such as 8:450:50
-    #[arg(long, value_parser = links, help_heading = "Cost model")]
+    #[arg(long, value_parser = parse_links, help_heading = "Cost model")]
     links: Option<Links>,
     /// Memory per device, such as 24GiB
     #[arg(long, value_name = "BYTES", value_parser = bytes::parse, help_heading = "Cost model")]
@@ -160,15 +165,16 @@ impl PlanArgs {
 
     /// Returns the rank to list the shards of.
     pub(super) fn rank(&self) -> Result<Option<Rank>> {
-        self.checked(self.rank)
+        self.placed_rank(self.rank)
     }
 
     /// Returns the rank to explain.
     pub(super) fn explain_rank(&self) -> Result<Option<Rank>> {
-        self.checked(self.explain_rank)
+        self.placed_rank(self.explain_rank)
     }
 
-    fn checked(&self, rank: Option<u64>) -> Result<Option<Rank>> {
+    /// Checks that a rank is below the number of ranks.
+    fn placed_rank(&self, rank: Option<u64>) -> Result<Option<Rank>> {
         Ok(rank.map(|rank| Placement::new(rank, self.world_size)).transpose()?.map(Placement::rank))
     }
 
@@ -205,8 +211,8 @@ impl PlanArgs {
 
     fn activations(&self) -> Result<Option<Activations>> {
         let Some((tokens, width)) = self.tokens.zip(self.width) else { return Ok(None) };
-        let communicated = self.mixed_precision.map(|(param, _)| param);
-        let dtype = communicated.or(self.param_dtype).unwrap_or(ElemType::F32);
+        let gathered_dtype = self.mixed_precision.map(|(param, _)| param);
+        let dtype = gathered_dtype.or(self.param_dtype).unwrap_or(ElemType::F32);
         let runtime = self.runtime.into();
         Ok(Some(Activations::for_transformer(tokens, width, dtype, runtime)?))
     }
@@ -221,18 +227,18 @@ impl From<RuntimeArg> for Runtime {
     }
 }
 
-fn dtype(text: &str) -> Result<ElemType, String> {
+fn parse_dtype(text: &str) -> Result<ElemType, String> {
     ElemType::from_name(&text.to_uppercase())
         .ok_or_else(|| String::from("unknown dtype; examples are F32 and BF16"))
 }
 
-fn dtypes(text: &str) -> Result<(ElemType, ElemType), String> {
+fn parse_dtypes(text: &str) -> Result<(ElemType, ElemType), String> {
     let (param, reduce) =
         text.split_once(',').ok_or("expected two dtypes with a comma between them")?;
-    Ok((dtype(param)?, dtype(reduce)?))
+    Ok((parse_dtype(param)?, parse_dtype(reduce)?))
 }
 
-fn links(text: &str) -> Result<Links, String> {
+fn parse_links(text: &str) -> Result<Links, String> {
     if text.eq_ignore_ascii_case("h100") {
         return Ok(Links::H100);
     }

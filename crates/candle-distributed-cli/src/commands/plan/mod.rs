@@ -52,7 +52,7 @@ const NOTHING_FITS: &str =
     "more ranks, --param-dtype BF16 or --optimizer adam-8bit need less memory per rank";
 
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
-    let strategy = args.sharding.or_default()?;
+    let strategy = args.sharding.strategy_or_default()?;
     let parameters = read_model(args)?;
     let plan = make_plan(args, &parameters, &strategy)?;
     if let Some(path) = &args.against {
@@ -80,9 +80,13 @@ fn explain(args: &PlanArgs, plan: &ShardingPlan) -> Result<Option<String>> {
 }
 
 fn report(args: &PlanArgs, plan: &ShardingPlan, rules: Option<Matches<'_>>) -> Result<()> {
-    let report = PlanReport::new(plan, &args.cost_model()?, args.rank()?)?;
-    let report = args.budget.into_iter().fold(report, PlanReport::with_budget);
-    let report = args.slots.into_iter().fold(report, PlanReport::with_process);
+    let mut report = PlanReport::new(plan, &args.cost_model()?, args.rank()?)?;
+    if let Some(budget) = args.budget {
+        report = report.with_budget(budget);
+    }
+    if let Some(slots) = args.slots {
+        report = report.with_process(slots);
+    }
     let answer = PlanOutput { report, rules };
     match args.format {
         FormatArg::Text => {
@@ -125,12 +129,13 @@ fn make_plan(
     let strategy = Hsdp::new(strategy.planner(), args.sharding.replicas());
     let planned = strategy.plan(parameters, args.world_size()?);
     let plan = model::in_file(&args.model, planned)?;
-    let kept = plan
+    let kept_units: Vec<String> = plan
         .units()
         .into_iter()
-        .filter(|unit| args.stay_gathered.iter().any(|pattern| pattern.matches(unit)));
-    let kept: Vec<String> = kept.map(str::to_owned).collect();
-    Ok(plan.with_kept_units(kept)?)
+        .filter(|unit| args.stay_gathered.iter().any(|pattern| pattern.matches(unit)))
+        .map(str::to_owned)
+        .collect();
+    Ok(plan.with_kept_units(kept_units)?)
 }
 
 fn write_text(answer: &PlanOutput<'_>, out: &mut dyn Write) -> io::Result<()> {

@@ -23,7 +23,7 @@ const INDEX: &str = "model.safetensors.index.json";
 /// Reads the parameters of the model at `path`, a file or a folder.
 pub(crate) fn read(path: &Path) -> Result<Vec<ParameterInfo>> {
     read_by_name(path).map_err(|error| match *error.kind {
-        ErrorKind::Read { .. } => error.hinted(hint::MODEL),
+        ErrorKind::Read { .. } => error.with_hint(hint::MODEL),
         // Other errors are about the content of a file of the right kind.
         _ => error,
     })
@@ -72,8 +72,8 @@ fn read_safetensors(path: &Path) -> Result<Vec<ParameterInfo>> {
 
 /// Opens the file at `path`. Rejects pipes, which could block forever.
 fn open(path: &Path) -> Result<File> {
-    let known = fs::metadata(path).map_err(|source| Error::read(path, source))?;
-    if !known.is_file() {
+    let metadata = fs::metadata(path).map_err(|source| Error::read(path, source))?;
+    if !metadata.is_file() {
         return Err(Error::usage(format!("{} is not a file", Printable(path.display()))));
     }
     input::open(path)

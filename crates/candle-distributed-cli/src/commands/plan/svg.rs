@@ -14,7 +14,7 @@ use plotters::{coord::types::RangedCoordf64, prelude::*};
 use crate::{
     error::Result,
     picture::{
-        self, ACTIVATIONS, Area, BLUE, Drawn, FAINT, FITS, GATHERED, GRADIENTS, HEADING, LEFT,
+        self, ACTIVATIONS, Area, BLUE, DrawResult, FAINT, FITS, GATHERED, GRADIENTS, HEADING, LEFT,
         LEGEND, LIMIT, Mark, OPTIMIZER,
     },
 };
@@ -42,32 +42,32 @@ const PARTS: [(&str, RGBColor); 6] = [
 
 /// Draws the peak memory of each rank of `plan`, and the limit `budget` if there is one.
 pub(crate) fn draw(plan: &ShardingPlan, cost: &PlanCost, budget: Option<u64>) -> Result<String> {
-    let ranks = drawn_ranks(&cost.ranks);
+    let ranks = select_ranks(&cost.ranks);
     let color = match budget {
         None => FAINT,
         Some(budget) if cost.peak_bytes() <= budget.into() => FITS,
         Some(_) => LIMIT,
     };
     picture::document(SIZE, |area| {
-        picture::heading(&area, &plan.summary(), &verdict(cost, budget), color)?;
-        legend(&area, &ranks, budget)?;
+        picture::draw_heading(&area, &plan.summary(), &verdict(cost, budget), color)?;
+        draw_legend(&area, &ranks, budget)?;
         let chart_area = area.margin(HEADING + LEGEND, 8, LEFT, LEFT);
-        chart(&chart_area, &ranks, cost.ranks.len(), budget.map(u128::from))?;
+        draw_chart(&chart_area, &ranks, cost.ranks.len(), budget.map(u128::from))?;
         area.present()
     })
 }
 
 /// Selects one rank per column. Neighbors share a column in a large world, and the rank with the
 /// highest peak stands for all of them.
-fn drawn_ranks(ranks: &[RankCost]) -> Vec<RankCost> {
+fn select_ranks(ranks: &[RankCost]) -> Vec<RankCost> {
     let n_columns = ranks.len().min(MAX_COLUMNS);
-    let mut drawn = Vec::new();
+    let mut selected = Vec::new();
     for column in 0..n_columns {
         let start = column * ranks.len() / n_columns;
         let end = (column + 1) * ranks.len() / n_columns;
-        drawn.extend(highest(&ranks[start..end]));
+        selected.extend(highest(&ranks[start..end]));
     }
-    drawn
+    selected
 }
 
 /// Returns the first rank with the highest peak.
@@ -92,20 +92,20 @@ fn parts(rank: &RankCost) -> [u128; PARTS.len()] {
 /// Describes the highest peak, and the number of ranks that do not fit in `budget`.
 fn verdict(cost: &PlanCost, budget: Option<u64>) -> String {
     let has_activations = cost.ranks.iter().any(|rank| rank.activation_bytes > 0);
-    let but = if has_activations { "" } else { ", activations not counted" };
-    let most = format!("at most {} per rank at the peak{but}", HumanBytes(cost.peak_bytes()));
-    let Some(budget) = budget.map(u128::from) else { return most };
+    let note = if has_activations { "" } else { ", activations not counted" };
+    let peak = format!("at most {} per rank at the peak{note}", HumanBytes(cost.peak_bytes()));
+    let Some(budget) = budget.map(u128::from) else { return peak };
     let n_over = cost.ranks.iter().filter(|rank| rank.peak_bytes() > budget).count();
     if n_over == 0 {
-        return format!("{most}: every rank fits in {}", HumanBytes(budget));
+        return format!("{peak}: every rank fits in {}", HumanBytes(budget));
     }
     let [n_over, n_ranks] = [n_over, cost.ranks.len()].map(|number| HumanCount(number as u128));
     let [limit, missing] = [budget, cost.peak_bytes() - budget].map(HumanBytes);
-    format!("{most}: {n_over} of {n_ranks} ranks above the limit of {limit}, by up to {missing}")
+    format!("{peak}: {n_over} of {n_ranks} ranks above the limit of {limit}, by up to {missing}")
 }
 
 /// Draws the legend: the parts that occur, and the limit.
-fn legend(area: &Area<'_>, ranks: &[RankCost], budget: Option<u64>) -> Drawn {
+fn draw_legend(area: &Area<'_>, ranks: &[RankCost], budget: Option<u64>) -> DrawResult {
     let mut entries = Vec::new();
     for (part, (name, color)) in PARTS.into_iter().enumerate() {
         if ranks.iter().any(|rank| parts(rank)[part] > 0) {
@@ -116,11 +116,16 @@ fn legend(area: &Area<'_>, ranks: &[RankCost], budget: Option<u64>) -> Drawn {
     if let Some(limit) = &limit {
         entries.push((Mark::Line, LIMIT, limit));
     }
-    picture::legend(area, (LEFT, HEADING.cast_signed() + 8), &entries)
+    picture::draw_legend(area, (LEFT, HEADING.cast_signed() + 8), &entries)
 }
 
 /// Draws the columns over an axis in binary units.
-fn chart(area: &Area<'_>, ranks: &[RankCost], n_ranks: usize, limit: Option<u128>) -> Drawn {
+fn draw_chart(
+    area: &Area<'_>,
+    ranks: &[RankCost],
+    n_ranks: usize,
+    limit: Option<u128>,
+) -> DrawResult {
     let peak = ranks.iter().map(RankCost::peak_bytes).fold(0, u128::max);
     let limit = limit.filter(|limit| limit / MAX_LIMIT_RATIO <= peak);
     let highest = peak.max(limit.unwrap_or(0));
@@ -132,7 +137,7 @@ fn chart(area: &Area<'_>, ranks: &[RankCost], n_ranks: usize, limit: Option<u128
         .y_label_area_size(76)
         .build_cartesian_2d(0.0..ranks.len() as f64, 0.0..top)?;
     let mut axes = chart.configure_mesh();
-    picture::plain(&mut axes);
+    picture::style_axes(&mut axes);
     axes.x_labels(ranks.len().min(16) + 1)
         .x_label_formatter(&|position| rank_at(ranks, *position))
         .x_desc(rank_axis(n_ranks, ranks.len()))
@@ -141,12 +146,12 @@ fn chart(area: &Area<'_>, ranks: &[RankCost], n_ranks: usize, limit: Option<u128
         .y_desc(format!("at the peak ({})", unit.name()))
         .draw()?;
     for (position, rank) in ranks.iter().enumerate() {
-        column(&mut chart, position as f64, rank, unit)?;
+        draw_column(&mut chart, position as f64, rank, unit)?;
     }
     if let Some(limit) = limit {
         let (left, y) = chart.backend_coord(&(0.0, in_unit(limit, unit)));
         let (right, _) = chart.backend_coord(&(ranks.len() as f64, 0.0));
-        picture::dashes(&area.strip_coord_spec(), left..right, y, LIMIT)?;
+        picture::draw_dashes(&area.strip_coord_spec(), left..right, y, LIMIT)?;
     }
     Ok(())
 }
@@ -154,7 +159,12 @@ fn chart(area: &Area<'_>, ranks: &[RankCost], n_ranks: usize, limit: Option<u128
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
 /// Draws the parts of a rank, stacked.
-fn column(chart: &mut Chart<'_, '_>, position: f64, rank: &RankCost, unit: BinaryUnit) -> Drawn {
+fn draw_column(
+    chart: &mut Chart<'_, '_>,
+    position: f64,
+    rank: &RankCost,
+    unit: BinaryUnit,
+) -> DrawResult {
     let mut bottom = 0;
     for ((_, color), bytes) in PARTS.into_iter().zip(parts(rank)) {
         if bytes == 0 {

@@ -14,21 +14,21 @@ pub(super) fn page(runs: &[RunFacts]) -> Result<String> {
     let names: Vec<String> = runs.iter().map(|facts| facts.path.display().to_string()).collect();
     let heads: Vec<&str> = [""].into_iter().chain(names.iter().map(String::as_str)).collect();
     let sections = html! {
-        (section("summary", "Summary", &number_table(&heads, &summary(runs))))
-        (section("settings", "Settings that differ", &settings(&heads, runs)))
-        (section("training", "Training", &training(&names, runs)?))
-        (samples(&names, runs))
+        (section("summary", "Summary", &number_table(&heads, &summary_rows(runs))))
+        (section("settings", "Settings that differ", &settings_table(&heads, runs)))
+        (section("training", "Training", &training_figure(&names, runs)?))
+        (samples_section(&names, runs))
     };
     let lead = format!("{} runs side by side.", runs.len());
     Ok(markup::page(&names.join(", "), &lead, &sections))
 }
 
 /// Returns one row per figure, with a column per run.
-fn summary(runs: &[RunFacts]) -> Vec<Vec<String>> {
+fn summary_rows(runs: &[RunFacts]) -> Vec<Vec<String>> {
     let done = runs.iter().map(|facts| {
-        format!("{} of {}", markup::count(facts.done()), markup::count(facts.settings.steps))
+        format!("{} of {}", markup::count(facts.n_done()), markup::count(facts.settings.steps))
     });
-    let mut rows = vec![row("steps", done)];
+    let mut rows = vec![table_row("steps", done)];
     let by_run: Vec<Option<[SummaryFigure; 6]>> = runs.iter().map(summary_figures).collect();
     // All runs with a completed step have the same figures in the same order.
     let Some(first) = by_run.iter().flatten().next() else { return rows };
@@ -37,17 +37,17 @@ fn summary(runs: &[RunFacts]) -> Vec<Vec<String>> {
             Some(figures) => figures[n].value.clone(),
             None => String::new(),
         });
-        rows.push(row(name, values));
+        rows.push(table_row(name, values));
     }
     rows
 }
 
-fn row(name: &str, values: impl Iterator<Item = String>) -> Vec<String> {
+fn table_row(name: &str, values: impl Iterator<Item = String>) -> Vec<String> {
     [name.to_owned()].into_iter().chain(values).collect()
 }
 
 /// Returns a table of the settings that differ between runs.
-fn settings(heads: &[&str], runs: &[RunFacts]) -> Markup {
+fn settings_table(heads: &[&str], runs: &[RunFacts]) -> Markup {
     let all: Vec<_> = runs.iter().map(setting_rows).collect();
     let mut names: Vec<&str> = Vec::new();
     for &(name, _) in all.iter().flatten() {
@@ -61,7 +61,7 @@ fn settings(heads: &[&str], runs: &[RunFacts]) -> Markup {
         let values: Vec<String> =
             all.iter().map(|settings| joined_values(settings, name)).collect();
         if values.iter().any(|value| *value != values[0]) {
-            rows.push(row(name, values.into_iter()));
+            rows.push(table_row(name, values.into_iter()));
         }
     }
     if rows.is_empty() { missing_note("No setting differs.") } else { number_table(heads, &rows) }
@@ -73,14 +73,14 @@ fn joined_values(settings: &[(&str, String)], name: &str) -> String {
     values.map(|(_, value)| value.as_str()).collect::<Vec<_>>().join("; ")
 }
 
-fn training(names: &[String], runs: &[RunFacts]) -> Result<Markup> {
+fn training_figure(names: &[String], runs: &[RunFacts]) -> Result<Markup> {
     let pairs = names.iter().map(String::as_str).zip(runs.iter().map(|facts| &facts.metrics));
     let curves = curve::compare(&pairs.collect::<Vec<_>>())?;
     Ok(figure(&curves, "The runs step by step; each number is a mean over the steps around it."))
 }
 
 /// Returns a section with the generated texts of the runs, if there are any.
-fn samples(names: &[String], runs: &[RunFacts]) -> Markup {
+fn samples_section(names: &[String], runs: &[RunFacts]) -> Markup {
     let mut samples = Vec::new();
     for (name, facts) in names.iter().zip(runs) {
         samples.extend(facts.sample.as_ref().map(|text| (name, text)));

@@ -52,7 +52,7 @@ pub(super) fn shares(epoch: &FirstEpoch, world_size: WorldSize) -> Vec<RankShare
 }
 
 /// Converts the index of an item in memory to `usize`.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 fn to_usize(index: u64) -> usize {
     usize::try_from(index).expect("items in memory have indices of type usize")
 }

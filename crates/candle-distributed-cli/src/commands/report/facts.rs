@@ -43,7 +43,7 @@ impl RunFacts {
     /// Reads the facts about the run in the folder `path`.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let settings = Spec::read(path)?.ok_or_else(|| {
-            Error::usage(format!("{} does not hold a run", path.display())).hinted(hint::RUN)
+            Error::usage(format!("{} does not hold a run", path.display())).with_hint(hint::RUN)
         })?;
         let is_complete = run::is_complete(path, &settings)?;
         let session = settings.session();
@@ -53,9 +53,9 @@ impl RunFacts {
         Ok(Self {
             metrics: run::metrics(path)?,
             checkpoints: run::checkpoints(path, &settings).steps()?,
-            comparison: comparison(&settings, &plan, epoch.as_ref().ok())?,
+            comparison: compare_session(&settings, &plan, epoch.as_ref().ok())?,
             validations: validations(path, settings.steps)?,
-            sample: sample(path)?,
+            sample: read_sample(path)?,
             plan,
             epoch,
             path: path.into(),
@@ -70,23 +70,23 @@ impl RunFacts {
     }
 
     /// Returns the number of completed steps.
-    pub(super) fn done(&self) -> u64 {
+    pub(super) fn n_done(&self) -> u64 {
         self.metrics.done()
     }
 }
 
 /// Reads the generated text, shortened if it is long, and escapes characters that HTML forbids.
-fn sample(run: &Path) -> Result<Option<String>> {
+fn read_sample(run: &Path) -> Result<Option<String>> {
     /// Length limit, a few pages of a book.
     const MAX_CHARS: usize = 10_000;
 
     let Some(bytes) = support::read_if_there(&run::sample_in(run))? else { return Ok(None) };
     let text = String::from_utf8_lossy(&bytes);
-    let mut shown: String = text.chars().take(MAX_CHARS).map(escape_for_html).collect();
+    let mut sample: String = text.chars().take(MAX_CHARS).map(escape_for_html).collect();
     if text.chars().nth(MAX_CHARS).is_some() {
-        shown.push('…');
+        sample.push('…');
     }
-    Ok(Some(shown))
+    Ok(Some(sample))
 }
 
 fn escape_for_html(char: char) -> String {
@@ -101,21 +101,21 @@ fn escape_for_html(char: char) -> String {
 
 /// Compares predictions with measurements of the latest session; returns `None` if either is
 /// unknown.
-fn comparison(
+fn compare_session(
     settings: &Spec,
     plan: &RunPlan,
     epoch: Option<&FirstEpoch>,
 ) -> Result<Option<Comparison>> {
     let session = settings.session();
     let (Some(epoch), Some(counted)) = (epoch, session.step_traffic) else { return Ok(None) };
-    let Some(work) = settings.workload(&plan.parameters, &epoch.steps)? else {
+    let Some(workload) = settings.workload(&plan.parameters, &epoch.steps)? else {
         return Ok(None);
     };
     Ok(Some(Comparison {
-        memory: work.predict()?,
+        memory: workload.predict()?,
         peak_bytes: session.peak_bytes,
         on_processors: session.on_processors,
-        planned: work.planned_traffic()?,
+        planned: workload.planned_traffic()?,
         counted,
     }))
 }

@@ -36,12 +36,12 @@ const MAX_ROWS: usize = 16;
 /// Returns the page about one run.
 pub(super) fn page(facts: &RunFacts) -> Result<String> {
     let sections = html! {
-        (summary(facts))
-        (settings(facts))
-        @if let Some(text) = &facts.sample { (sample(text)) }
-        (training(facts)?)
-        (plan(facts)?)
-        (batches(facts))
+        (summary_section(facts))
+        (settings_section(facts))
+        @if let Some(text) = &facts.sample { (sample_section(text)) }
+        (training_section(facts)?)
+        (plan_section(facts)?)
+        (batches_section(facts))
         (coverage_section(facts)?)
     };
     Ok(markup::page(&format!("run {}", facts.path.display()), &state(facts), &sections))
@@ -49,7 +49,7 @@ pub(super) fn page(facts: &RunFacts) -> Result<String> {
 
 /// Describes the progress of the run.
 fn state(facts: &RunFacts) -> String {
-    let done = count(facts.done());
+    let done = count(facts.n_done());
     let steps = count(facts.settings.steps);
     let devices = devices(facts.session());
     if facts.is_complete {
@@ -64,7 +64,7 @@ fn devices(session: &Session) -> String {
 }
 
 /// Returns the summary of the main figures.
-fn summary(facts: &RunFacts) -> Markup {
+fn summary_section(facts: &RunFacts) -> Markup {
     let Some(figures) = summary_figures(facts) else {
         return section("summary", "Summary", &missing_note("No step is done yet."));
     };
@@ -130,7 +130,7 @@ fn duration(seconds: f64) -> String {
     }
 }
 
-fn settings(facts: &RunFacts) -> Markup {
+fn settings_section(facts: &RunFacts) -> Markup {
     section("settings", "Settings", &fact_table(&setting_rows(facts)))
 }
 
@@ -166,7 +166,7 @@ pub(super) fn setting_rows(facts: &RunFacts) -> Vec<(&'static str, String)> {
 }
 
 /// Returns the section with the generated text.
-fn sample(text: &str) -> Markup {
+fn sample_section(text: &str) -> Markup {
     section("sample", "Generated text", &html! { pre.sample { (text) } })
 }
 
@@ -205,7 +205,7 @@ fn sharding_text(sharding: &cost::Sharding) -> String {
     )
 }
 
-fn training(facts: &RunFacts) -> Result<Markup> {
+fn training_section(facts: &RunFacts) -> Result<Markup> {
     let steps = facts.metrics.steps();
     let content = if steps.is_empty() {
         missing_note("No step is done yet.")
@@ -236,7 +236,7 @@ fn best_validation_text(facts: &RunFacts) -> String {
     })
 }
 
-fn plan(facts: &RunFacts) -> Result<Markup> {
+fn plan_section(facts: &RunFacts) -> Result<Markup> {
     Ok(section("plan", "Sharding plan", &plan_content(facts)?))
 }
 
@@ -319,7 +319,7 @@ fn byte_figures(rank: &RankCost) -> [u128; 6] {
     ]
 }
 
-fn batches(facts: &RunFacts) -> Markup {
+fn batches_section(facts: &RunFacts) -> Markup {
     let content = match &facts.epoch {
         Err(reason) => missing_note(&sentence(reason)),
         Ok(epoch) => html! {

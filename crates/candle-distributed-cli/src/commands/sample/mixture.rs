@@ -41,7 +41,7 @@ struct MixtureOutput<'a> {
     world_size: u64,
     rank: u64,
     per_rank_len: u64,
-    #[serde(serialize_with = "indices")]
+    #[serde(serialize_with = "serialize_indices")]
     indices: MixtureIndices<'a>,
 }
 
@@ -61,7 +61,10 @@ impl MixtureIndices<'_> {
     }
 }
 
-fn indices<S: Serializer>(printed: &MixtureIndices<'_>, serializer: S) -> Result<S::Ok, S::Error> {
+fn serialize_indices<S: Serializer>(
+    printed: &MixtureIndices<'_>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
     serializer.collect_seq(printed.indices())
 }
 
@@ -76,7 +79,7 @@ pub(super) fn print(args: &SampleArgs, data_sets: &[DataSet]) -> Result<()> {
     let weights: Vec<u64> = data_sets.iter().map(|data_set| data_set.weight).collect();
     let mixture = Mixture::new(samplers, &weights)?;
     let n_rows = args.count(mixture.len())?;
-    let starts = starts(data_sets)?;
+    let starts = first_indices(data_sets)?;
     let len = data_sets.iter().map(|data_set| data_set.len).sum();
     let numbers = args.start..args.start + n_rows;
     let printed = MixtureIndices { mixture: &mixture, starts: &starts, numbers };
@@ -91,13 +94,13 @@ pub(super) fn print(args: &SampleArgs, data_sets: &[DataSet]) -> Result<()> {
         }),
         FormatArg::Text | FormatArg::Npy => {
             let indices = printed.indices().map(|index| [index]);
-            print_rows(args, len, RowWriter { n_rows, fill: rows::from(indices) })
+            print_rows(args, len, RowWriter { n_rows, fill: rows::fill_from(indices) })
         }
     }
 }
 
 /// Returns the first index of each data set in the concatenation.
-fn starts(data_sets: &[DataSet]) -> Result<Vec<u64>> {
+fn first_indices(data_sets: &[DataSet]) -> Result<Vec<u64>> {
     let mut end = 0_u64;
     let mut starts = Vec::new();
     for data_set in data_sets {
@@ -109,7 +112,7 @@ fn starts(data_sets: &[DataSet]) -> Result<Vec<u64>> {
     Ok(starts)
 }
 
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 fn entry(mixture: &Mixture, n: u64) -> (usize, u64) {
     mixture.get(n).expect("`SampleArgs::count` limits the numbers to the length of the mixture")
 }

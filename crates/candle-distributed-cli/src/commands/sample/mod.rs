@@ -19,7 +19,7 @@ use self::rows::RowWriter;
 use crate::{
     commands,
     error::{Error, Result, WithHint},
-    help::{examples, typed},
+    help::{cli_name, examples},
     hint, input, numbers, output,
 };
 
@@ -239,7 +239,7 @@ impl SampleArgs {
     }
 
     /// Makes the sampler at the start of its epoch.
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     fn fresh_sampler(&self, placement: Placement) -> Result<DistributedSampler> {
         if let Some(path) = &self.classes {
             let labels = numbers::classes(path)?;
@@ -282,7 +282,7 @@ impl SampleArgs {
             if is_given && self.format == FormatArg::Npy {
                 return Err(Error::usage(format!(
                     "{option} needs --format text or json, not {}",
-                    typed(self.format)
+                    cli_name(self.format)
                 )));
             }
         }
@@ -307,7 +307,7 @@ fn without_order(error: sampler::Error, advice: &'static str) -> Error {
         sampler::Error::TooLongToShuffle { .. } | sampler::Error::OutOfMemory { .. }
     );
     let error = Error::from(error);
-    if is_too_large { error.hinted(advice) } else { error }
+    if is_too_large { error.with_hint(advice) } else { error }
 }
 
 /// The JSON result. Indices are computed while they are written.
@@ -400,7 +400,7 @@ fn print_indices(args: &SampleArgs, sampler: &DistributedSampler) -> Result<()> 
             print_rows(args, sampler.data_set_len(), RowWriter { n_rows: count, fill })
         }
         FormatArg::Text | FormatArg::Npy => {
-            let fill = rows::from(printed.iter().map(|index| [index]));
+            let fill = rows::fill_from(printed.iter().map(|index| [index]));
             print_rows(args, sampler.data_set_len(), RowWriter { n_rows: count, fill })
         }
     }?;
@@ -427,7 +427,7 @@ fn print_rows<const WIDTH: usize>(
 }
 
 /// Returns true if entry `n` of the rank is padding.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 fn is_padding(sampler: &DistributedSampler, n: u64) -> bool {
     let (_, is_padding) =
         sampler.entry(n).expect("`SampleArgs::count` limits the numbers to the length");

@@ -75,7 +75,7 @@ impl<const WIDTH: usize, F: FnMut(&mut [[u64; WIDTH]])> RowWriter<WIDTH, F> {
 }
 
 /// Returns a function that fills rows from an iterator, which must be long enough.
-pub(super) fn from<const WIDTH: usize>(
+pub(super) fn fill_from<const WIDTH: usize>(
     mut rows: impl Iterator<Item = [u64; WIDTH]>,
 ) -> impl FnMut(&mut [[u64; WIDTH]]) {
     move |block| block.iter_mut().zip(&mut rows).for_each(|(slot, row)| *slot = row)
@@ -89,7 +89,7 @@ pub(super) fn check_npy(n_samples: u64) -> Result<()> {
     }
     let message =
         format!("{n_samples} samples are more than the limit of --format npy, {LIMIT} samples");
-    Err(Error::usage(message).hinted("--format text has no limit"))
+    Err(Error::usage(message).with_hint("--format text has no limit"))
 }
 
 #[cfg(test)]
@@ -98,7 +98,7 @@ mod tests {
 
     fn rows<const WIDTH: usize>(n_rows: u64) -> RowWriter<WIDTH, impl FnMut(&mut [[u64; WIDTH]])> {
         let rows = (0..).map(|n| std::array::from_fn(|column| n * WIDTH as u64 + column as u64));
-        RowWriter { n_rows, fill: from(rows) }
+        RowWriter { n_rows, fill: fill_from(rows) }
     }
 
     #[test]

@@ -1,11 +1,12 @@
-//! `train --dry-run`: two steps that write nothing, with their predicted memory and traffic.
+//! `train --dry-run`: predicts the memory and the traffic of a run, and measures them in two steps.
 
 use candle_distributed::{finetune::PreparedRun, mesh::DeviceMesh, train::peak_bytes};
 
 use crate::{commands::train::Args, devices::Place, error::Result, train::measured::Comparison};
 
 impl Args {
-    /// Trains two steps without saving them, and prints their memory and traffic.
+    /// Trains two steps without writing files, and prints their predicted and measured memory and
+    /// traffic.
     pub(super) fn rehearse(
         &self,
         mesh: &DeviceMesh,
@@ -14,21 +15,21 @@ impl Args {
     ) -> Result<()> {
         let counted = run.rehearse(mesh)?;
         let steps = run.steps()?;
-        let work = run.workload(&steps, place.ranks());
-        // The memory before training differs from process to process.
+        let workload = run.workload(&steps, place.ranks());
+        // The memory before training differs between processes, so the prediction uses the largest.
         let base_bytes = largest(mesh, run.base_bytes)?.unwrap_or(0);
         let comparison = Comparison {
-            memory: work.with_base_bytes(base_bytes).predict_largest()?,
+            memory: workload.with_base_bytes(base_bytes).predict_largest()?,
             peak_bytes: largest(mesh, peak_bytes())?,
             on_processors: self.devices.is_cpu(),
-            planned: work.planned_traffic()?,
+            planned: workload.planned_traffic()?,
             counted,
         };
         place.print(|out| writeln!(out, "{comparison}"))
     }
 }
 
-/// Returns the largest memory of any process, if all of their systems report it.
+/// Returns the largest of the processes' bytes, or `None` if they are unknown for some process.
 fn largest(mesh: &DeviceMesh, bytes: Option<u64>) -> Result<Option<u64>> {
     let numbers = [u64::from(bytes.is_none()), bytes.unwrap_or(0)];
     let all = mesh.gather_numbers(&vec![numbers; mesh.devices().len()])?;

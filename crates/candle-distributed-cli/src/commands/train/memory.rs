@@ -1,4 +1,4 @@
-//! The memory of a run, checked before it starts.
+//! Checks of a run's memory before training.
 
 use candle_distributed::{
     finetune::{
@@ -17,55 +17,64 @@ use crate::{
 };
 
 impl Args {
-    /// Rejects a limit for a device with unknown use of memory.
+    /// Rejects `--memory-limit` for devices other than CPUs, whose memory use cannot be predicted.
     pub(super) fn check_limit(&self) -> Result<()> {
         if self.memory_limit.is_none() || self.devices.is_cpu() {
             return Ok(());
         }
         Err(Error::usage(
-            "--memory-limit is for --device cpu, which uses the memory of the process: the use of \
-             other devices is not known beforehand",
+            "--memory-limit is for --device cpu, which uses the memory of the process: the memory \
+             use of other devices cannot be predicted",
         ))
     }
 
-    /// Checks that the memory that this process will probably take is there.
+    /// Rejects a run whose predicted memory is above the limit of this process, and warns if it is
+    /// above the memory of this machine.
     pub(super) fn check_memory(&self, place: Place, run: &PreparedRun) -> Result<()> {
-        // A mesh that is too large for any machine is refused when it is made.
+        // Opening the mesh rejects a number of devices that is too large for any machine.
         let n_devices = place.placement.world_size().as_usize();
         if !self.devices.is_cpu() || n_devices > DeviceMesh::MAX_DEVICES {
             return Ok(());
         }
         let steps = run.steps()?;
-        let work = run.workload(&steps, place.ranks()).with_check(self.check);
-        let needed = work.predict()?.total();
+        let workload = run.workload(&steps, place.ranks()).with_check(self.check);
+        let needed = workload.predict()?.total();
         tracing::info!("this process will take about {}", HumanBytes(needed.into()));
         if let Some(limit) = self.limit(place)
             && limit.share() < needed
         {
             let error = Error::from(ErrorKind::Memory { needed, limit });
             let is_sharded = run.sharding.is_some();
-            return Err(if is_sharded { error.hinted(hint::MEMORY_OF_PARTS) } else { error });
+            return Err(if is_sharded { error.with_hint(hint::MEMORY_OF_SHARDED) } else { error });
         }
-        // The run may still succeed: other processes may free memory, or swap may grow.
-        let together = needed.saturating_mul(place.processes_here());
-        if let Some(bytes) = machine_bytes().filter(|&bytes| bytes < together) {
+        // Only a warning: other processes may free memory, or swap may grow.
+        let needed_here = needed.saturating_mul(place.processes_here());
+        if let Some(available) = machine_bytes()
+            && available < needed_here
+        {
             output::warning(format_args!(
                 "the run will take about {} on this machine, which has {}",
-                HumanBytes(together.into()),
-                HumanBytes(bytes.into())
+                HumanBytes(needed_here.into()),
+                HumanBytes(available.into())
             ));
         }
         Ok(())
     }
 
-    /// Returns the bytes of the model when it writes text, if they are too many for this process.
-    pub(super) fn unwritten(&self, place: Place, run: &PreparedRun) -> Result<Option<u64>> {
+    /// Returns the bytes that the full model needs to generate a sample, or `None` if this process
+    /// may use as many.
+    pub(super) fn too_large_to_generate(
+        &self,
+        place: Place,
+        run: &PreparedRun,
+    ) -> Result<Option<u64>> {
         let steps = run.steps()?;
-        let work = run.workload(&steps, place.ranks()).with_check(self.check);
-        Ok(work.too_large_to_generate(self.limit(place).as_ref())?)
+        let workload = run.workload(&steps, place.ranks()).with_check(self.check);
+        Ok(workload.too_large_to_generate(self.limit(place).as_ref())?)
     }
 
-    /// Returns the least of the limits of this process's memory, if there is one.
+    /// Returns the lowest memory limit of this process, if there is any. `--memory-limit` replaces
+    /// the limits of the system.
     fn limit(&self, place: Place) -> Option<MemoryLimit> {
         let limits = match self.memory_limit {
             Some(bytes) => vec![MemoryLimit::for_process(bytes, "--memory-limit")],

@@ -1,11 +1,11 @@
-//! `train`: everything together, on real text.
+//! `train`: trains a language model on text, on several devices.
 
 mod dry_run;
 mod memory;
-mod parts;
+mod sharding;
 mod writing;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use candle_distributed::{
     finetune::{
@@ -18,19 +18,19 @@ use candle_distributed::{
     types::human::HumanCount,
 };
 
-use self::{parts::ShardingArgs, writing::WritingArgs};
+use self::{sharding::ShardingArgs, writing::WritingArgs};
 use crate::{
     bytes,
     devices::{DEFAULT_WORLD_SIZE, DeviceArgs, Place},
     error::{Error, ErrorKind, Result},
-    help::{examples, typed},
+    help::{cli_name, examples},
     hint, output, strategy,
     train::{agreement, journal::Journal, stop},
 };
 
 /// Train a language model on text, on several devices at once.
 ///
-/// Without --model it is a small model of bytes.
+/// Without --model, trains a small byte-level model from scratch.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
     "# About a minute on short stories; the run is saved in the next free folder under runs"
@@ -39,7 +39,7 @@ use crate::{
     "candle-distributed train --data docs --world-size 2 --steps 100 --out docs-run"
     "# On the texts of a .jsonl file: each line is a JSON string, or an object whose `text` is one"
     "candle-distributed train --data texts.jsonl --steps 100"
-    "# A larger model, of which every device keeps a part; first, what would it take and send?"
+    "# A larger model, sharded over 4 devices; first predict its memory and traffic"
     "candle-distributed train --n-layers 8 --hidden 256 --strategy full --world-size 4 --dry-run"
     "candle-distributed train --n-layers 8 --hidden 256 --strategy full --world-size 4"
     "# After a crash: resume from the last checkpoint, here on more devices"
@@ -52,12 +52,12 @@ pub(crate) struct Args {
     run: RunOptions,
     #[command(flatten)]
     devices: DeviceArgs,
-    /// Most memory that this process may take, such as 4GiB: a run that would take more is refused;
-    /// for --device cpu alone [default: the limits that the system sets]
+    /// Refuse a run that would need more than this much memory in this process, such as 4GiB; only
+    /// for --device cpu [default: the memory limits of the system]
     #[arg(long, value_name = "BYTES", value_parser = bytes::parse)]
     memory_limit: Option<u64>,
-    /// Before the first step, compare the gradients of its batch with differences of the loss, for
-    /// each part of the model; a wrong gradient ends the run
+    /// Before the first step, check the gradients of each part of the model against finite
+    /// differences of the loss; a wrong gradient ends the run
     #[arg(long)]
     check: bool,
     /// Train two steps without writing anything, and print their predicted and measured memory and
@@ -71,20 +71,17 @@ pub(crate) struct Args {
     sharding: ShardingArgs,
 }
 
-/// Trains a model, or finds that there is nothing to train.
+/// Trains a model, or reports that its run is already complete.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let place = args.devices.place(DEFAULT_WORLD_SIZE)?;
     place.share_cores()?;
     let start = args.prepare(place);
-    // A process alone decides alone, without a device; several must hear of each other first, or
-    // some would wait for one that has ended.
+    // A single process returns before it opens a device. One of several processes must not: the
+    // others would wait for it.
     if place.is_alone() {
         match &start {
             Ok(Start::Train(_)) => {}
-            Ok(Start::Complete(path)) => {
-                return place
-                    .print(|out| writeln!(out, "the run in {} is complete", path.display()));
-            }
+            Ok(Start::Complete(path)) => return print_complete(place, path),
             Err(_) => return start.map(drop),
         }
     }
@@ -94,18 +91,18 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 /// Prepares a run without starting it.
 #[cfg(any(test, fuzzing))]
-pub(crate) fn start(args: &Args) -> Result<()> {
+pub(crate) fn prepare(args: &Args) -> Result<()> {
     args.prepare(args.devices.place(DEFAULT_WORLD_SIZE)?).map(drop)
 }
 
 impl Args {
-    /// Reads the run, and checks it before anything changes.
+    /// Reads the run and its data, and checks them and the options before anything is written.
     fn prepare(&self, place: Place) -> Result<Start> {
         self.check_limit()?;
         let world_size = place.placement.world_size();
-        let sharding = self.sharding.asked(world_size)?;
+        let sharding = self.sharding.resolve(world_size)?;
         let options = RunOptions { sharding, ..self.run.clone() };
-        let start = options.prepare(world_size).map_err(unreadable)?;
+        let start = options.prepare(world_size).map_err(hint_if_unreadable)?;
         if let Start::Train(run) = &start {
             warn_of_overlong(run);
             warn_of_files(run.examples());
@@ -115,41 +112,41 @@ impl Args {
         Ok(start)
     }
 
-    /// Trains, if all processes do, and reports if this process is the first.
+    /// Trains if all processes start the same run. At the end the first process generates a sample.
     fn train(&self, mesh: &DeviceMesh, place: Place, start: Result<Start>) -> Result<()> {
-        let agreed = agreement::compare(mesh, &self.words(&start));
-        // The reason why a process cannot start says more than that it cannot.
+        let agreement = agreement::compare(mesh, &self.describe(&start));
+        // The error of `start` comes first: it says why this process cannot start, and the error of
+        // `agreement` only that some process cannot.
         let start = start?;
-        agreed?;
+        agreement?;
         let run = match start {
             Start::Train(run) => run,
-            Start::Complete(path) => {
-                return place
-                    .print(|out| writeln!(out, "the run in {} is complete", path.display()));
-            }
+            Start::Complete(path) => return print_complete(place, &path),
         };
         if self.dry_run {
             return self.rehearse(mesh, place, &run);
         }
-        let unwritten = self.unwritten(place, &run)?;
+        let too_large_bytes = self.too_large_to_generate(place, &run)?;
         let prompt = self.writing.prompt(&run)?;
-        let settings = run.spec.clone();
-        let path = self.carry_out(mesh, place, *run)?;
-        match (prompt.filter(|_| place.is_first()), unwritten) {
-            (Some(_), Some(bytes)) => {
-                writing::warn_too_large(bytes);
-                Ok(())
-            }
-            (Some(prompt), None) => self.writing.write(&path, &prompt, &settings),
-            (None, _) => Ok(()),
+        let spec = run.spec.clone();
+        let path = self.train_steps(mesh, place, *run)?;
+        let Some(prompt) = prompt else { return Ok(()) };
+        if !place.is_first() {
+            return Ok(());
         }
+        if let Some(bytes) = too_large_bytes {
+            writing::warn_too_large(bytes);
+            return Ok(());
+        }
+        self.writing.write_sample(&path, &prompt, &spec)
     }
 
-    /// Trains the steps that are left, and returns the folder of the run.
-    fn carry_out(&self, mesh: &DeviceMesh, place: Place, run: PreparedRun) -> Result<PathBuf> {
-        let stop = stop::flag();
-        let trainer = Trainer::new(mesh, run).map_err(|error| self.explained(error, place))?;
-        let mut trainer = trainer.stop_on(stop);
+    /// Trains the remaining steps, and returns the folder of the run.
+    fn train_steps(&self, mesh: &DeviceMesh, place: Place, run: PreparedRun) -> Result<PathBuf> {
+        let stop_flag = stop::flag();
+        let mut trainer = Trainer::new(mesh, run)
+            .map_err(|error| self.explain_error(error, place))?
+            .stop_on(stop_flag);
         let mut journal = if place.is_first() {
             announce(trainer.run())?;
             Some(Journal::new(&trainer)?)
@@ -159,34 +156,22 @@ impl Args {
         if self.check {
             let report = trainer.check()?;
             if let Some(journal) = &journal {
-                journal.show(&report);
+                journal.show_gradients(&report);
             }
         }
-        let mut stopped = None;
+        let mut stopped_after = None;
         for event in trainer.by_ref() {
-            let event = match event {
-                Ok(event) => event,
-                Err(error) => {
-                    let error = self.explained(error, place);
-                    // Its session has ended too, and has a curve.
-                    if error.is_of_all()
-                        && let Some(journal) = &journal
-                    {
-                        journal.draw()?;
-                    }
-                    return Err(error);
-                }
-            };
+            let event = event.map_err(|error| self.end_session(error, journal.as_ref(), place))?;
             if let Event::Stopped { step } = event {
-                stopped = Some(step);
+                stopped_after = Some(step);
             }
             if let Some(journal) = &mut journal {
                 journal.log(&event)?;
             }
         }
         let path = trainer.path().to_owned();
-        if let Some(step) = stopped {
-            return Err(self.stopped(step, &trainer, place));
+        if let Some(n_done) = stopped_after {
+            return Err(self.stop_error(n_done, &trainer, place));
         }
         if let Some(journal) = &mut journal {
             journal.finish(trainer.session())?;
@@ -194,54 +179,73 @@ impl Args {
         Ok(path)
     }
 
-    /// Returns the error of a run that was stopped from outside.
-    fn stopped(&self, done: u64, trainer: &Trainer, place: Place) -> Error {
+    /// Returns the error for a run that a signal stopped after `done` steps.
+    fn stop_error(&self, done: u64, trainer: &Trainer, place: Place) -> Error {
         let path = hint::in_shell(trainer.path().display());
-        let hint =
-            format!("to resume: candle-distributed train --out {path} --resume{}", self.typed());
-        let stopped = ErrorKind::Stopped { done, steps: trainer.run().spec.steps };
-        first_only(Error::from(stopped).hinted(hint), place)
+        let options = self.option_string();
+        let hint = format!("to resume: candle-distributed train --out {path} --resume{options}");
+        let kind = ErrorKind::Stopped { done, steps: trainer.run().spec.steps };
+        report_on_first(Error::from(kind).with_hint(hint), place)
     }
 
-    /// Adds advice to an error of training; one that all processes have is reported by the first.
-    fn explained(&self, error: finetune::Error, place: Place) -> Error {
+    /// Explains an error of a step. If every process ends with it, the session is complete, and its
+    /// curve is drawn.
+    fn end_session(
+        &self,
+        error: finetune::Error,
+        journal: Option<&Journal>,
+        place: Place,
+    ) -> Error {
+        let error = self.explain_error(error, place);
+        if error.ends_all_processes()
+            && let Some(journal) = journal
+            && let Err(drawing_error) = journal.draw()
+        {
+            return drawing_error;
+        }
+        error
+    }
+
+    /// Adds a hint to an error of training. An error that every process has is only reported by the
+    /// first process.
+    fn explain_error(&self, error: finetune::Error, place: Place) -> Error {
         match &error {
             finetune::Error::Run(RunError::Diverged { checkpoint, .. }) => {
                 let last = match checkpoint {
                     Some(step) => format!("the last checkpoint was written after step {step}"),
                     None => "there is no checkpoint yet".into(),
                 };
-                let typed = self.typed();
+                let options = self.option_string();
                 let hint = format!(
-                    "{last}; the same steps end alike, so look at the gradients with \
-                     --resume{typed} --check, try another --seed, or train on with \
-                     --resume{typed} --allow-non-finite"
+                    "{last}; repeated steps end the same way: check the gradients with \
+                     --resume{options} --check, try another --seed, or continue with \
+                     --resume{options} --allow-non-finite"
                 );
-                first_only(Error::from(error).hinted(hint), place)
+                report_on_first(Error::from(error).with_hint(hint), place)
             }
             finetune::Error::Run(RunError::WentOn { .. } | RunError::NotShared { .. }) => {
-                first_only(error.into(), place)
+                report_on_first(error.into(), place)
             }
             _ => error.into(),
         }
     }
 
-    /// Returns the options to type again when the run is resumed, each with a space before it.
-    fn typed(&self) -> String {
+    /// Returns the options to repeat when the run is resumed, each after a space.
+    fn option_string(&self) -> String {
         let limit = self.memory_limit.map(|bytes| format!(" --memory-limit {bytes}"));
         let every = self.run.checkpoint_every.map(|every| format!(" --checkpoint-every {every}"));
-        let parts = [
-            Some(self.devices.typed()),
-            Some(self.sharding.typed()),
+        let options = [
+            Some(self.devices.option_string()),
+            Some(self.sharding.option_string()),
             every,
             limit,
-            Some(self.writing.typed()),
+            Some(self.writing.option_string()),
         ];
-        parts.into_iter().flatten().collect()
+        options.into_iter().flatten().collect()
     }
 
-    /// Describes the run and the arguments, which must be equal in all processes.
-    fn words(&self, start: &Result<Start>) -> Vec<String> {
+    /// Describes the run and the arguments. The descriptions of all processes must be equal.
+    fn describe(&self, start: &Result<Start>) -> Vec<String> {
         let run = match start {
             Err(_) => return vec!["cannot start".into()],
             Ok(Start::Complete(_)) => return vec!["finds the run complete".into()],
@@ -272,68 +276,79 @@ impl Args {
     }
 }
 
-/// Returns an error that all processes have, for the first process to report.
-fn first_only(error: Error, place: Place) -> Error {
+/// Prints that a run has no steps left.
+fn print_complete(place: Place, path: &Path) -> Result<()> {
+    place.print(|out| writeln!(out, "the run in {} is complete", path.display()))
+}
+
+/// Returns the error in the first process. The other processes get an error with the same exit code
+/// that is not printed.
+fn report_on_first(error: Error, place: Place) -> Error {
     if place.is_first() {
         return error;
     }
-    let (exit_code, is_of_all) = (error.exit_code(), error.is_of_all());
-    ErrorKind::SaidByFirst { exit_code, is_of_all }.into()
+    let exit_code = error.exit_code();
+    let ends_all_processes = error.ends_all_processes();
+    ErrorKind::ReportedByFirst { exit_code, ends_all_processes }.into()
 }
 
-/// Adds advice if the latest checkpoint cannot be read at all: one that is damaged is skipped.
-fn unreadable(error: finetune::Error) -> Error {
+/// Adds a hint if the system cannot read the latest checkpoint. A damaged checkpoint is no error,
+/// since an older one replaces it.
+fn hint_if_unreadable(error: finetune::Error) -> Error {
     let error = Error::from(error);
     match &*error.kind {
         ErrorKind::Training(train::Error::Checkpoint(
             CheckpointError::Io { .. } | CheckpointError::Header { .. },
-        )) => error.hinted(hint::UNREADABLE),
+        )) => error.with_hint(hint::UNREADABLE),
         _ => error,
     }
 }
 
-/// Warns of texts that are cut off or left out.
+/// Warns if texts longer than the context are truncated or skipped.
 fn warn_of_overlong(run: &PreparedRun) {
     let n_overlong = run.examples().n_overlong();
     let inputs = &run.spec.finetune;
-    // Texts that are split lose nothing.
+    // Splitting loses no tokens.
     if n_overlong > 0 && inputs.overlong != Overlong::Split {
         output::warning(format_args!(
             "{} longer than the context of {} tokens: --overlong {}",
             HumanCount(n_overlong.into()).with_noun("text"),
             inputs.context,
-            typed(inputs.overlong)
+            cli_name(inputs.overlong)
         ));
     }
 }
 
-/// Warns of files in a folder that may not be meant as examples, or cannot be.
+/// Warns of skipped files, and of text files beside `.jsonl` files, which may not be training data.
 fn warn_of_files(examples: &Examples) {
-    let files = examples.files();
-    if files.skipped > 0 {
-        let skipped = HumanCount(files.skipped.into()).with_noun("file");
-        output::warning(format_args!("{skipped} of --data skipped, as not UTF-8"));
+    let counts = examples.files();
+    if counts.skipped > 0 {
+        let files = HumanCount(counts.skipped.into()).with_noun("file");
+        output::warning(format_args!("{files} of --data skipped: not UTF-8"));
     }
-    if files.of_lines > 0 && files.of_texts > 0 {
-        let texts = HumanCount(files.of_texts.into()).with_noun("file");
+    if counts.n_with_line_examples > 0 && counts.n_with_paragraph_examples > 0 {
+        let files = HumanCount(counts.n_with_paragraph_examples.into()).with_noun("file");
         output::warning(format_args!(
-            "{texts} of --data not .jsonl: every paragraph there is an example"
+            "{files} of --data not .jsonl: each paragraph of a text file is an example"
         ));
     }
 }
 
-/// Prints the plan of a sharded run, and how an epoch is batched.
+/// Prints the first step of a resumed run, the plan of a sharded run, and the batches of an epoch.
 fn announce(run: &PreparedRun) -> Result<()> {
     let plan = run.plan()?;
     let first_epoch = run.first_epoch()?;
-    let first = run.first_step();
-    let sharding = run.sharding.as_ref();
-    let report =
-        sharding.map(|_| PlanReport::new(&plan.plan, &plan.cost_model, None)).transpose()?;
-    let rules = sharding.and_then(|sharding| sharding.strategy.matches(&plan.parameters));
+    let n_done = run.first_step();
+    let (report, rules) = match &run.sharding {
+        Some(sharding) => (
+            Some(PlanReport::new(&plan.plan, &plan.cost_model, None)?),
+            sharding.strategy.matches(&plan.parameters),
+        ),
+        None => (None, None),
+    };
     output::text(|out| {
-        if first > 0 {
-            writeln!(out, "resuming after step {first} of {}", run.spec.steps)?;
+        if n_done > 0 {
+            writeln!(out, "resuming after step {n_done} of {}", run.spec.steps)?;
         }
         if let Some(report) = &report {
             writeln!(out, "{report}")?;
@@ -389,13 +404,13 @@ mod tests {
             Start::Train(run) => run,
             Start::Complete(path) => panic!("{} is complete", path.display()),
         };
-        let unwritten = |more: &[&str]| {
+        let too_large_to_generate = |more: &[&str]| {
             let args = train(more);
             let place = args.devices.place(DEFAULT_WORLD_SIZE).unwrap();
-            args.unwritten(place, &prepare(&args, place)).unwrap()
+            args.too_large_to_generate(place, &prepare(&args, place)).unwrap()
         };
-        assert_eq!(unwritten(&[]), None);
-        assert!(unwritten(&["--lora", "1", "--strategy", "full"]).is_some());
+        assert_eq!(too_large_to_generate(&[]), None);
+        assert!(too_large_to_generate(&["--lora", "1", "--strategy", "full"]).is_some());
 
         // Held-out examples take memory as well.
         let args = train(&["--batch-size", "1", "--validation", "0.5"]);

@@ -13,7 +13,7 @@ use candle_distributed::{
 
 use crate::{error::Result, hint, output, sampling::SamplingArgs};
 
-/// The maximum number of new tokens with a tokenizer of words: a few lines of text.
+/// The maximum number of new tokens with a subword tokenizer: a few lines of text.
 const MAX_TOKENS: usize = 64;
 /// The maximum number of new tokens if tokens are bytes.
 const MAX_BYTES: usize = 320;
@@ -35,11 +35,11 @@ pub(super) struct WritingArgs {
 
 impl WritingArgs {
     /// Returns the options to repeat when the run is resumed, each after a space.
-    pub(super) fn typed(&self) -> String {
-        let prompt = self.prompt.as_ref();
-        let prompt = prompt.map(|prompt| format!(" --prompt {}", hint::in_shell(prompt)));
+    pub(super) fn option_string(&self) -> String {
+        let prompt =
+            self.prompt.as_ref().map(|prompt| format!(" --prompt {}", hint::in_shell(prompt)));
         let no_sample = self.no_sample.then(|| " --no-sample".to_owned());
-        [prompt, self.sampling.typed(), no_sample].into_iter().flatten().collect()
+        [prompt, self.sampling.option_string(), no_sample].into_iter().flatten().collect()
     }
 
     /// Rejects an invalid prompt before the model is trained.
@@ -53,26 +53,26 @@ impl WritingArgs {
 
     /// Returns the prompt, or `None` if no sample is generated.
     pub(super) fn prompt(&self, run: &PreparedRun) -> Result<Option<String>> {
-        /// Enough to show the kind of text.
-        const N_TOKENS: usize = 16;
+        /// The length of the default prompt: enough to show the kind of text.
+        const N_PROMPT_TOKENS: usize = 16;
         if self.no_sample {
             return Ok(None);
         }
         if let Some(prompt) = &self.prompt {
             return Ok(Some(prompt.clone()));
         }
-        let first: Vec<u32> = run.examples().ids(0).iter().take(N_TOKENS).copied().collect();
-        let first = run.folder.tokenizer().decode(&first, false)?;
+        let ids: Vec<u32> = run.examples().ids(0).iter().take(N_PROMPT_TOKENS).copied().collect();
+        let beginning = run.folder.tokenizer().decode(&ids, false)?;
         // The last token may end within a character.
-        let prompt = first.trim_end_matches(char::REPLACEMENT_CHARACTER);
+        let prompt = beginning.trim_end_matches(char::REPLACEMENT_CHARACTER);
         Ok((!prompt.is_empty()).then(|| prompt.to_owned()))
     }
 
-    /// Generates a sample with the model of the completed run in `path`, prints it, and saves it
-    /// for the report. A failure is only a warning, since the run is complete.
-    pub(super) fn write(&self, path: &Path, prompt: &str, settings: &Spec) -> Result<()> {
-        match self.generate(path, prompt, settings) {
-            Ok(text) => output::text(|out| writeln!(out, "the model writes:\n{text}")),
+    /// Generates a sample with the model of the complete run in `path`, prints it, and saves it for
+    /// the report. If generation fails, the command only warns, since the run is complete.
+    pub(super) fn write_sample(&self, path: &Path, prompt: &str, spec: &Spec) -> Result<()> {
+        match self.generate(path, prompt, spec) {
+            Ok(text) => output::model_text(&format!("the model writes:\n{text}")),
             Err(error) => {
                 output::warning(format_args!("cannot generate a sample: {}", error.chain()));
                 Ok(())
@@ -80,10 +80,10 @@ impl WritingArgs {
         }
     }
 
-    fn generate(&self, path: &Path, prompt: &str, settings: &Spec) -> Result<String> {
+    fn generate(&self, path: &Path, prompt: &str, spec: &Spec) -> Result<String> {
         let generator = open_generator(path, None)?;
-        let max = if settings.finetune.folder.is_some() { MAX_TOKENS } else { MAX_BYTES };
-        let options = self.sampling.generation(settings.seed).with_max_tokens(max);
+        let max_tokens = if spec.finetune.folder.is_some() { MAX_TOKENS } else { MAX_BYTES };
+        let options = self.sampling.generation(spec.seed).with_max_tokens(max_tokens);
         let text = generator.generate(Prompt::Text(prompt), &options)?.text;
         output::file(&sample_in(path), text.as_bytes())?;
         Ok(text)
@@ -107,6 +107,6 @@ mod tests {
     #[test]
     fn no_sample_is_repeated_on_resume() {
         let args = WritingArgs { prompt: None, no_sample: true, sampling: SamplingArgs::default() };
-        assert_eq!(args.typed(), " --no-sample");
+        assert_eq!(args.option_string(), " --no-sample");
     }
 }

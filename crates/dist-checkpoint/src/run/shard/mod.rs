@@ -84,12 +84,12 @@ pub(super) fn write(
         tensors.iter().map(|(name, tensor)| TensorInfo::new(name, tensor)).collect();
     TensorInfo::sort(&mut infos);
     let out = create_file(path)?;
-    let file = TensorFile::create_checked(out, path, &infos, origin.to_texts())?;
+    let file = TensorFile::create(out, path, &infos, origin.to_texts())?;
     let mut file = file.with_values(values);
     for info in &infos {
         file.write(&tensors[&info.name])?;
     }
-    let (out, written) = file.finish_checked()?;
+    let (out, written) = file.finish_described()?;
     sync_file(&out, path)?;
     Ok(written)
 }

@@ -2,20 +2,19 @@
 
 use std::{collections::BTreeMap, fs::File, io::Read, ops::Range, path::Path, sync::Arc};
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use fsdp_plan::support::{SafetensorsHeader, StoredTensor};
 
 use crate::{
     disk::{AtPath, check_file},
     error::{Error, Result, file_part::FilePart},
     run::{
-        key::{KindAndParameter, TensorKey},
+        key::{ParameterAndKind, TensorKey},
         shard::FileOrigin,
     },
     safetensors::{
-        checksum::{BLOCK, Checksum, ChecksumReader, parse_digits},
+        checksum::Checksum,
         finite::AllowedValues,
-        scan::{BlockScan, PIECE, ScanResult},
         stored::{self, StoredItems},
     },
 };
@@ -39,7 +38,7 @@ pub(in crate::run) struct ExpectedFile {
 pub(in crate::run) fn open(
     path: &Path,
     expected: &ExpectedFile,
-) -> Result<Vec<(KindAndParameter, TensorPiece)>> {
+) -> Result<Vec<(ParameterAndKind, TensorPiece)>> {
     let found = check_file(path).at(path)?.len();
     if found != expected.bytes {
         let expected = expected.bytes;
@@ -61,12 +60,11 @@ pub(in crate::run) fn parse(
     path: &Path,
     file: impl Read,
     expected: &ExpectedFile,
-) -> Result<(SafetensorsHeader, Vec<(KindAndParameter, TensorPiece)>)> {
-    let mut file = ChecksumReader::new(file);
-    let header = stored::parse(path, &mut file)?;
+) -> Result<(SafetensorsHeader, Vec<(ParameterAndKind, TensorPiece)>)> {
+    let (header, bytes) = stored::parse(path, file)?;
     let texts = header.metadata().map_err(|cause| Error::header(path, cause))?;
     check_origin(path, texts, &expected.origin)?;
-    check(path, expected.header, file.checksum(), || FilePart::Header)?;
+    stored::check(path, expected.header, Checksum::compute(&bytes), || FilePart::Header)?;
     let file: Arc<Path> = path.into();
     let pieces: Result<_> =
         header.tensors().iter().map(|tensor| TensorPiece::new(&file, tensor, texts)).collect();
@@ -91,34 +89,13 @@ fn check_origin(
     }
 }
 
-fn check(
-    path: &Path,
-    expected: Checksum,
-    found: Checksum,
-    part: impl FnOnce() -> FilePart,
-) -> Result<()> {
-    if found == expected {
-        return Ok(());
-    }
-    Err(Error::Checksum {
-        path: path.to_owned(),
-        part: part(),
-        expected: expected.get(),
-        found: found.get(),
-    })
-}
-
 /// Some items of a parameter, in a file.
 #[derive(Debug)]
 pub(in crate::run) struct TensorPiece {
-    /// The name of the tensor in the file.
-    name: String,
     /// The index of its first item in the parameter.
     start: usize,
     len: usize,
     stored: StoredItems,
-    /// The checksums of its blocks.
-    checksums: Vec<Checksum>,
 }
 
 impl TensorPiece {
@@ -127,16 +104,19 @@ impl TensorPiece {
         file: &Arc<Path>,
         tensor: &StoredTensor,
         texts: &BTreeMap<String, String>,
-    ) -> Result<(KindAndParameter, Self)> {
-        let name = tensor.info.name().to_owned();
+    ) -> Result<(ParameterAndKind, Self)> {
         let Some((key, len)) = checked_range(tensor) else {
-            return Err(Error::Key { path: file.to_path_buf(), key: name });
+            let key = tensor.info.name().to_owned();
+            return Err(Error::Key { path: file.to_path_buf(), key });
         };
-        let stored = StoredItems::new(file, tensor)?;
-        let n_bytes = len * stored.item_bytes();
-        let checksums = texts.get(&name).and_then(|digits| parse_digits(digits, n_bytes));
-        let checksums = checksums.ok_or_else(|| no_checksum(file, &name))?;
-        Ok((key.kind_and_parameter(), Self { name, start: key.start, len, stored, checksums }))
+        let stored = StoredItems::new(file, tensor, texts)?;
+        stored.require_checksums()?;
+        Ok((key.parameter_and_kind(), Self { start: key.start, len, stored }))
+    }
+
+    /// Returns the type of the items.
+    pub(in crate::run) fn dtype(&self) -> DType {
+        self.stored.dtype()
     }
 
     /// Returns the piece's range of the parameter's items.
@@ -155,16 +135,7 @@ impl TensorPiece {
         items: Range<usize>,
         values: AllowedValues,
     ) -> Result<Tensor> {
-        let size = self.stored.item_bytes();
-        let wanted = (items.start - self.start) * size..(items.end - self.start) * size;
-        let blocks = wanted.start / BLOCK..wanted.end.div_ceil(BLOCK);
-        let begin = blocks.start * BLOCK;
-        let mut bytes = vec![0; (self.len * size).min(blocks.end * BLOCK) - begin];
-        let mut file = self.stored.bytes_from(begin)?;
-        for (block, bytes) in blocks.zip(bytes.chunks_mut(BLOCK)) {
-            self.read_block(&mut file, block, bytes, values)?;
-        }
-        self.stored.tensor(&bytes[wanted.start - begin..wanted.end - begin])
+        self.stored.read(items.start - self.start..items.end - self.start, values)
     }
 
     /// Reads and checks all items.
@@ -173,40 +144,7 @@ impl TensorPiece {
     ///
     /// The errors of [`read`](Self::read).
     pub(in crate::run) fn verify(&self, values: AllowedValues) -> Result<()> {
-        let n_bytes = self.len * self.stored.item_bytes();
-        let mut bytes = vec![0; n_bytes.min(BLOCK)];
-        let mut file = self.stored.bytes_from(0)?;
-        for block in 0..n_bytes.div_ceil(BLOCK) {
-            let len = (n_bytes - block * BLOCK).min(BLOCK);
-            self.read_block(&mut file, block, &mut bytes[..len], values)?;
-        }
-        Ok(())
-    }
-
-    /// Reads and checks a block.
-    fn read_block(
-        &self,
-        file: &mut File,
-        block: usize,
-        bytes: &mut [u8],
-        values: AllowedValues,
-    ) -> Result<()> {
-        let path = self.stored.path();
-        let mut scan = BlockScan::new(self.stored.dtype(), values);
-        for piece in bytes.chunks_mut(PIECE) {
-            file.read_exact(piece).at(path)?;
-            scan.add(piece);
-        }
-        let ScanResult { checksum, rejected } = scan.finish();
-        check(path, self.checksums[block], checksum, || FilePart::Tensor(self.name.clone()))?;
-        match rejected {
-            None => Ok(()),
-            Some(item) => Err(Error::NotFinite {
-                path: path.to_owned(),
-                tensor: self.name.clone(),
-                item: block * BLOCK / self.stored.item_bytes() + item,
-            }),
-        }
+        self.stored.verify(values)
     }
 }
 
@@ -217,8 +155,4 @@ fn checked_range(stored: &StoredTensor) -> Option<(TensorKey<'_>, usize)> {
     usize::try_from(stored.info.bytes()).ok()?;
     key.start.checked_add(len)?;
     Some((key, len))
-}
-
-fn no_checksum(path: &Path, tensor: &str) -> Error {
-    Error::NoChecksum { path: path.to_owned(), part: FilePart::Tensor(tensor.to_owned()) }
 }

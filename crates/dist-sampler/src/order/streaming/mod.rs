@@ -9,7 +9,7 @@
 //! compiler vectorizes a block of positions.
 //!
 //! Google's Grain uses a similar network. Its domain is a power of four, and its mapping to [0, N)
-//! is not one to one for N = 4^k + 1; this one is one to one for every N by construction.
+//! is not one to one for N = 4^k + 1; the network here is one to one for every N by construction.
 //!
 //! The tests in `quality.rs` distinguish six rounds from a uniform shuffle, but not [`ROUNDS`],
 //! which cost 7 % more in bulk. Below [`SHORTEST`] samples no number of rounds suffices, and below
@@ -145,7 +145,7 @@ macro_rules! word {
 
             #[inline(always)]
             fn join((upper, lower): (Self, Self), lower_bits: u32) -> $number {
-                (upper as $number) << lower_bits | lower as $number
+                ((upper as $number) << lower_bits) | lower as $number
             }
 
             #[inline(always)]
@@ -238,8 +238,8 @@ impl<W: Word, const N: usize> FeistelNetwork<W, N> {
         self.permute_into_order(sample, Self::backward)
     }
 
-    /// Repeats `step` until the result is less than the length. It always ends, because the steps
-    /// form cycles.
+    /// Repeats `step` until the result is less than the length. The loop always ends, because
+    /// repeated steps form a cycle.
     fn permute_into_order(&self, mut number: u64, step: impl Fn(&Self, (W, W)) -> (W, W)) -> u64 {
         loop {
             let halves = W::split(W::truncate_number(number), self.lower_bits);

@@ -5,10 +5,11 @@
 //! from a copy of the old state, so no word waits for its neighbor and the compiler vectorizes the
 //! loops: 0.4 ns per word on baseline x86-64.
 
-/// Words of the state, and of a block.
+/// The number of words of the state, and of a block.
 pub(super) const BLOCK: usize = 624;
 
-/// Distance of the third word that a new word depends on, besides two neighbors.
+/// A new word depends on the old words at its own and the next index, and on a third word this far
+/// ahead.
 const AHEAD: usize = 397;
 
 /// The generator; its stream consists of blocks of [`BLOCK`] 32-bit words.
@@ -22,7 +23,7 @@ impl Mt19937 {
         let mut state = [seed; BLOCK];
         let mut word = seed;
         for (i, slot) in (1..).zip(&mut state[1..]) {
-            word = (word ^ word >> 30).wrapping_mul(1_812_433_253).wrapping_add(i);
+            word = (word ^ (word >> 30)).wrapping_mul(1_812_433_253).wrapping_add(i);
             *slot = word;
         }
         Self { state }
@@ -34,6 +35,7 @@ impl Mt19937 {
         self.state.map(temper)
     }
 
+    /// Replaces the whole state by the next block.
     fn renew(&mut self) {
         const WRAP: usize = BLOCK - AHEAD;
         let old = self.state;
@@ -41,8 +43,8 @@ impl Mt19937 {
         for i in 0..WRAP {
             new[i] = twist(old[i], old[i + 1]) ^ old[i + AHEAD];
         }
-        // From here on the distant word is a new one. Two loops, so that neither reads its own
-        // output.
+        // From here on, the third word wraps around to the new words. There are two loops, so that
+        // neither reads its own output.
         for i in WRAP..2 * WRAP {
             new[i] = twist(old[i], old[i + 1]) ^ new[i - WRAP];
         }
@@ -53,17 +55,19 @@ impl Mt19937 {
     }
 }
 
-/// Combines the top bit of one word and the rest of the next, times the matrix of the recurrence.
+/// Joins the top bit of `word` with the lower bits of `next`, and multiplies the result by the
+/// matrix of the recurrence.
 fn twist(word: u32, next: u32) -> u32 {
-    let joined = word & 0x8000_0000 | next & 0x7fff_ffff;
-    joined >> 1 ^ (next & 1).wrapping_neg() & 0x9908_b0df
+    let joined = (word & 0x8000_0000) | (next & 0x7fff_ffff);
+    (joined >> 1) ^ ((next & 1).wrapping_neg() & 0x9908_b0df)
 }
 
+/// Scrambles a word of the state to a word of the stream.
 fn temper(mut word: u32) -> u32 {
     word ^= word >> 11;
-    word ^= word << 7 & 0x9d2c_5680;
-    word ^= word << 15 & 0xefc6_0000;
-    word ^ word >> 18
+    word ^= (word << 7) & 0x9d2c_5680;
+    word ^= (word << 15) & 0xefc6_0000;
+    word ^ (word >> 18)
 }
 
 #[cfg(test)]

@@ -5,8 +5,8 @@
 //! chooses slot i or a later one. For longer orders, where the remainder of one word would be too
 //! biased, two words choose slot i or an earlier one.
 //!
-//! Only the cost differs from PyTorch. An index takes 4 bytes instead of 8 and no list of Python
-//! integers, and [`swaps`] gets the slots of many steps at once, so that cache misses overlap.
+//! Only the cost differs from PyTorch. An index takes 4 bytes, instead of 8 and a Python integer in
+//! a list, and [`swaps`] gets the slots of many steps at once, so that cache misses overlap.
 
 mod mersenne;
 
@@ -26,7 +26,7 @@ pub(super) fn shuffle(table: &mut Vec<u32>, len: u64, seed: u64) {
     table::fill_identity(table, len);
     #[expect(clippy::cast_possible_truncation, reason = "PyTorch truncates the seed, too")]
     let generator = Mt19937::new(seed as u32);
-    if is_wide(len) { wide(table, generator) } else { narrow(table, generator) }
+    if is_wide(len) { swap_wide(table, generator) } else { swap_narrow(table, generator) }
 }
 
 fn is_wide(len: u64) -> bool {
@@ -35,7 +35,7 @@ fn is_wide(len: u64) -> bool {
 
 /// Swaps by one word per step, which chooses slot i or a later one: Fisher–Yates from the front.
 #[expect(clippy::cast_possible_truncation, reason = "the length is below `WIDE_FROM`")]
-fn narrow(table: &mut [u32], mut generator: Mt19937) {
+fn swap_narrow(table: &mut [u32], mut generator: Mt19937) {
     let len = table.len() as u32;
     swaps::shuffle(table, |start, slots| {
         for (start, slots) in (start..).step_by(BLOCK).zip(slots.chunks_mut(BLOCK)) {
@@ -50,7 +50,7 @@ fn narrow(table: &mut [u32], mut generator: Mt19937) {
 /// Swaps by two words per step, the high one first, which choose slot i or an earlier one: the
 /// inside-out shuffle.
 #[expect(clippy::cast_possible_truncation, reason = "a table has at most 2^32 slots")]
-fn wide(table: &mut [u32], mut generator: Mt19937) {
+fn swap_wide(table: &mut [u32], mut generator: Mt19937) {
     let len = table.len();
     for start in (0..len).step_by(BLOCK / 2) {
         let words = generator.block();
@@ -58,8 +58,9 @@ fn wide(table: &mut [u32], mut generator: Mt19937) {
         let mut slots = [(0, 0); BLOCK / 2];
         let n_slots = steps.len();
         for (slot, (i, pair)) in slots.iter_mut().zip(steps) {
-            let draw = u64::from(pair[0]) << 32 | u64::from(pair[1]);
-            // An integer division hides behind the cache misses; floating point was no faster.
+            let draw = (u64::from(pair[0]) << 32) | u64::from(pair[1]);
+            // The cache misses take longer than the integer division, so floating point was no
+            // faster.
             *slot = (i, (draw % (i + 1) as u64) as usize);
         }
         swaps::swap_ahead(table, slots[..n_slots].iter().copied());
@@ -69,8 +70,8 @@ fn wide(table: &mut [u32], mut generator: Mt19937) {
 /// Computes `word % divisor` for a divisor below 2^31 by floating point, which processors
 /// vectorize.
 ///
-/// The quotient is off by at most 2^-21. So the rounded quotient is exact or one too large, and the
-/// remainder is at least -divisor.
+/// The error of the quotient is at most 2^-21. So the rounded quotient is exact or one too large,
+/// and the remainder is at least -divisor.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_possible_wrap,
@@ -82,7 +83,7 @@ fn remainder(word: u32, divisor: u32) -> u32 {
     const ROUND: f64 = (1_u64 << 52) as f64;
     let quotient = (f64::from(word) / f64::from(divisor) + ROUND).to_bits() as u32;
     let rest = word.wrapping_sub(quotient.wrapping_mul(divisor)) as i32;
-    (rest + (rest >> 31 & divisor as i32)) as u32
+    (rest + ((rest >> 31) & divisor as i32)) as u32
 }
 
 #[cfg(test)]
@@ -140,7 +141,7 @@ mod tests {
         for len in LENS {
             let mut table = Vec::new();
             table::fill_identity(&mut table, len as u64);
-            wide(&mut table, Mt19937::new(5));
+            swap_wide(&mut table, Mt19937::new(5));
             let expected =
                 step_by_step(len as u64, 5, |draw, i, _| ((draw() << 32) + draw()) % (i + 1));
             assert_eq!(table, expected, "{len}");

@@ -17,7 +17,7 @@ use crate::{
         config::ModelConfig,
         replicated::{
             Replicated, sync,
-            vars::{self, OwnedVars, Use},
+            vars::{self, ModelUse, SlotDuties, VarSet},
             worker::Worker,
         },
         settings,
@@ -34,8 +34,8 @@ use crate::{
     },
 };
 
-/// Builds a model from variables, given the dtype in which they are stored: the builder has the dtype
-/// in which the model computes.
+/// Constructs a model from a variable builder and a dtype. The builder has the dtype in which the
+/// model computes, and the second argument is the dtype in which the variables are stored.
 pub(crate) type TypedConstructor<'a, M> = dyn Fn(VarBuilder<'_>, DType) -> CandleResult<M> + 'a;
 
 /// Builds a model and its optimizers on every slot.
@@ -51,47 +51,79 @@ pub(crate) fn build<M, O: Optimizer>(
     settings::check(mesh, &settings::model_settings(&inventory, dtypes, config, false))?;
     let sets = vars::sets(mesh, vars.clone(), config.sharing).map_err(cannot_build);
     let sets = mesh.all_ok(sets)?;
-    sync::begin_alike(mesh, &inventory, &sets)?;
+    sync::broadcast_vars(mesh, &inventory, &sets)?;
     let precision = config.precision;
-    let rounded = sets.iter().map(|set| set.rounded(&inventory.roles, precision));
-    let rounded: CandleResult<Vec<_>> = rounded.collect();
-    let rounded = mesh.all_ok(rounded.map_err(cannot_build))?;
+    let rounded: CandleResult<Vec<_>> =
+        sets.iter().map(|set| set.rounded_copies(&inventory.roles, precision)).collect();
+    let rounded_by_set = mesh.all_ok(rounded.map_err(cannot_build))?;
 
-    let devices = mesh.devices();
+    let n_local_slots = mesh.devices().len();
     // Every process has the same number of slots, and of sets.
-    let n_sets = sets.len() * (mesh.len() / devices.len());
-    let first_set = sets.len() * (mesh.local_slots().start / devices.len());
-    let on_slot = |part: OwnedVars| {
-        let device = &devices[part.slot];
-        let vars = sets[part.set].slot_vars(part.slot, &inventory.roles)?;
-        let vars: Vec<_> = vars.into_iter().zip(rounded[part.set].clone()).collect();
-        let computed: Vec<Var> =
-            vars.iter().map(|(var, rounded)| rounded.as_ref().unwrap_or(var).clone()).collect();
-        let built = |purpose| {
-            let computed_dtype = precision.computed(dtype);
-            model(vars::builder(&inventory, &computed, purpose, computed_dtype, device), dtype)
-        };
-        let models = [built(Use::Training)?, built(Use::Evaluation)?];
-        let worker = worker(&inventory, &part, &vars, &computed, models, precision);
-        let is_first_set = first_set + part.set == 0;
-        let slot = slot(&inventory, &part, vars, is_first_set, optimizer)?;
-        Ok((Arc::new(Mutex::new(slot)), Mutex::new(worker)))
+    let n_sets = sets.len() * (mesh.len() / n_local_slots);
+    let first_set = sets.len() * (mesh.local_slots().start / n_local_slots);
+    let builder = SlotBuilder {
+        mesh,
+        inventory: &inventory,
+        sets: &sets,
+        rounded_by_set: &rounded_by_set,
+        first_set,
+        precision,
+        dtype,
+        model,
+        optimizer,
     };
-    let parts = vars::parts(&sets, &inventory, n_sets, first_set);
-    let built: CandleResult<Vec<_>> = parts.into_iter().map(on_slot).collect();
-    let built = built.and_then(|built| {
-        vars::add(&map, &inventory, &vars)?;
-        Ok(built)
-    });
-    let (slots, workers) = mesh.all_ok(built.map_err(cannot_build))?.into_iter().unzip();
+    let duties = vars::assign_duties(&sets, &inventory, n_sets, first_set);
+    let built: CandleResult<Vec<_>> = duties.iter().map(|duties| builder.build(duties)).collect();
+    let result = built.and_then(|built| vars::add(&map, &inventory, &vars).map(|()| built));
+    let (slots, workers) = mesh.all_ok(result.map_err(cannot_build))?.into_iter().unzip();
     Ok((inventory, slots, Replicated { workers, n_sets, is_shared: config.map.is_some() }))
 }
 
-/// State of a process before it communicates with others.
+/// Inputs for building the slots of a process.
+struct SlotBuilder<'a, M, O> {
+    mesh: &'a DeviceMesh,
+    inventory: &'a Inventory,
+    sets: &'a [VarSet],
+    /// For each set, the rounded copies of its variables.
+    rounded_by_set: &'a [Vec<Option<Var>>],
+    /// The index of this process's first set in the mesh.
+    first_set: usize,
+    precision: Precision,
+    /// The dtype in which variables are stored.
+    dtype: DType,
+    model: &'a TypedConstructor<'a, M>,
+    optimizer: &'a dyn Fn(Group) -> CandleResult<O>,
+}
+
+impl<M, O> SlotBuilder<'_, M, O> {
+    /// Builds the stored state and the worker of a slot.
+    fn build(&self, duties: &SlotDuties) -> CandleResult<(SharedSlot<O>, Mutex<Worker<M>>)> {
+        let Self { inventory, precision, dtype, .. } = *self;
+        let device = &self.mesh.devices()[duties.slot];
+        let stored_vars = self.sets[duties.set].slot_vars(duties.slot, &inventory.roles)?;
+        let rounded = self.rounded_by_set[duties.set].iter().cloned();
+        let vars: Vec<(Var, Option<Var>)> = stored_vars.into_iter().zip(rounded).collect();
+        let model_vars: Vec<Var> =
+            vars.iter().map(|(var, rounded)| rounded.as_ref().unwrap_or(var).clone()).collect();
+        let build_model = |model_use| {
+            let compute_dtype = precision.compute_dtype(dtype);
+            let vb = vars::builder(inventory, &model_vars, model_use, compute_dtype, device);
+            (self.model)(vb, dtype)
+        };
+        let models = [build_model(ModelUse::Training)?, build_model(ModelUse::Evaluation)?];
+        let worker = worker(inventory, duties, &vars, &model_vars, models, precision);
+        let is_first_set = self.first_set + duties.set == 0;
+        let slot = slot(inventory, duties, vars, is_first_set, self.optimizer)?;
+        Ok((Arc::new(Mutex::new(slot)), Mutex::new(worker)))
+    }
+}
+
+/// State of a process before it communicates with other processes.
 struct Prepared {
     inventory: Inventory,
     /// The variables on the first device, in the order of names.
     vars: Vec<Var>,
+    /// The dtype in which variables are stored, unless the constructor requests another one.
     dtype: DType,
 }
 
@@ -103,8 +135,8 @@ fn prepare<M>(
     model: &TypedConstructor<'_, M>,
 ) -> Result<Prepared> {
     let home = &mesh.devices()[0];
-    let known = vars::dtype(map, home).map_err(cannot_build)?;
-    let dtype = config.given_dtype.or(known).unwrap_or(DType::F32);
+    let existing_dtype = vars::dtype(map, home).map_err(cannot_build)?;
+    let dtype = config.given_dtype.or(existing_dtype).unwrap_or(DType::F32);
     let mut declared = declare(|vb| model(vb, dtype), dtype, home).map_err(cannot_build)?;
     declared.sort_by(|left, right| left.name.cmp(&right.name));
     let inventory = config.inventory(&declared)?;
@@ -112,7 +144,8 @@ fn prepare<M>(
     Ok(Prepared { inventory, vars, dtype })
 }
 
-/// Returns the variables that the model declares, on the first device: existing and new ones.
+/// Returns the variables that the model declares, on the first device. Variables that the map does
+/// not have are created.
 fn first_variables(
     mesh: &DeviceMesh,
     config: &ModelConfig,
@@ -121,24 +154,27 @@ fn first_variables(
     roles: &Roles,
 ) -> Result<Vec<Var>> {
     let home = &mesh.devices()[0];
-    let known: Vec<Option<Var>> = declared
+    let existing: Vec<Option<Var>> = declared
         .iter()
-        .map(|declared| vars::known(map, &declared.name))
+        .map(|declared| vars::get(map, &declared.name))
         .collect::<CandleResult<_>>()
         .map_err(cannot_build)?;
-    check_distinct(declared, &known)?;
-    let open = declared.iter().zip(&known).map(|(declared, known)| (declared, known.is_none()));
+    check_distinct(declared, &existing)?;
+    let needs_value =
+        declared.iter().zip(&existing).map(|(declared, existing)| (declared, existing.is_none()));
     let weights: Option<&Path> = config.weights_path.as_deref();
-    let initial = InitialValues::new(config.initializer.clone(), weights, &config.choices, open)?;
+    let initial =
+        InitialValues::new(config.initializer.clone(), weights, &config.choices, needs_value)?;
     let mut vars = Vec::with_capacity(declared.len());
-    for ((declared, known), role) in declared.iter().zip(known).zip(&roles.of) {
-        if let Some(var) = known {
+    for ((declared, existing), role) in declared.iter().zip(existing).zip(&roles.of) {
+        if let Some(var) = existing {
             vars.push(var);
             continue;
         }
-        // Layers set buffers themselves, so a buffer has one copy, in the dtype the model computes in.
+        // Layers set buffers themselves, so a buffer has only one copy, in the dtype in which the
+        // model computes.
         let dtype = match role {
-            Role::Buffer => config.precision.computed(declared.dtype),
+            Role::Buffer => config.precision.compute_dtype(declared.dtype),
             Role::Trained(_) | Role::Frozen => declared.dtype,
         };
         let value = initial.tensor(declared, home)?;
@@ -148,12 +184,12 @@ fn first_variables(
     Ok(vars)
 }
 
-/// Rejects a variable with two names, which would get its gradient under only one of them.
-fn check_distinct(declared: &[Declared], known: &[Option<Var>]) -> Result<(), TrainingError> {
+/// Rejects a variable with two names, which would get its gradient under only one name.
+fn check_distinct(declared: &[Declared], existing: &[Option<Var>]) -> Result<(), TrainingError> {
     let named: Vec<(&Declared, &Var)> = declared
         .iter()
-        .zip(known)
-        .filter_map(|(declared, known)| Some((declared, known.as_ref()?)))
+        .zip(existing)
+        .filter_map(|(declared, existing)| Some((declared, existing.as_ref()?)))
         .collect();
     for (position, (second, var)) in named.iter().enumerate() {
         if let Some((first, _)) = named[..position].iter().find(|(_, other)| other.id() == var.id())
@@ -165,35 +201,36 @@ fn check_distinct(declared: &[Declared], known: &[Option<Var>]) -> Result<(), Tr
     Ok(())
 }
 
-/// Returns the worker of a slot.
+/// Returns the worker of a slot. `vars` are the stored variables with their rounded copies, and
+/// `model_vars` are the variables with which the model computes.
 fn worker<M>(
     inventory: &Inventory,
-    part: &OwnedVars,
+    duties: &SlotDuties,
     vars: &[(Var, Option<Var>)],
-    computed: &[Var],
-    [model, evaluated]: [M; 2],
+    model_vars: &[Var],
+    [model, eval_model]: [M; 2],
     precision: Precision,
 ) -> Worker<M> {
     let trained = inventory.roles.trained();
     let positions = trained.iter().copied().enumerate();
-    let owned = positions.filter(|(_, var)| part.owned.contains(var));
+    let owned = positions.filter(|(_, var)| duties.owned.contains(var));
     Worker {
         model,
-        evaluated,
-        trained: trained.iter().map(|&var| computed[var].clone()).collect(),
+        eval_model,
+        trained: trained.iter().map(|&var| model_vars[var].clone()).collect(),
         sum_dtypes: trained.iter().map(|&var| widened_dtype(vars[var].0.dtype())).collect(),
         owned: owned.collect(),
         precision,
-        has_halves: has_halves(computed),
+        has_halves: has_halves(model_vars),
         grads: Vec::new(),
         buffers_before: Vec::new(),
     }
 }
 
-/// Returns the stored state of a slot.
+/// Returns the stored state of a slot, with an optimizer for each group.
 fn slot<O>(
     inventory: &Inventory,
-    part: &OwnedVars,
+    duties: &SlotDuties,
     vars: Vec<(Var, Option<Var>)>,
     is_first_set: bool,
     optimizer: &dyn Fn(Group) -> CandleResult<O>,
@@ -202,21 +239,21 @@ fn slot<O>(
     for (group, name) in inventory.roles.groups.iter().enumerate() {
         let trained = inventory.roles.trained_in(group);
         let own: Vec<usize> =
-            part.owned.iter().copied().filter(|var| trained.contains(var)).collect();
-        let given = own.iter().map(|&var| vars[var].0.clone()).collect();
-        let optimizer = optimizer(Group { name: name.clone(), vars: given })?;
+            duties.owned.iter().copied().filter(|var| trained.contains(var)).collect();
+        let group_vars = own.iter().map(|&var| vars[var].0.clone()).collect();
+        let optimizer = optimizer(Group { name: name.clone(), vars: group_vars })?;
         optimizers.push(SlotOptimizer { group, vars: own, optimizer, has_stepped: false });
     }
     let trained = inventory.roles.trained();
-    let vars = vars.into_iter().enumerate().map(|(param, (var, rounded))| SlotVar {
+    let slot_vars = vars.into_iter().enumerate().map(|(param, (var, rounded))| SlotVar {
         var,
         rounded,
         param,
         start: 0,
         trained: trained.binary_search(&param).ok(),
-        is_primary: is_first_set && part.owned.contains(&param),
-        is_saved: part.saved.contains(&param),
-        is_loaded: part.loaded.contains(&param),
+        is_primary: is_first_set && duties.owned.contains(&param),
+        is_saved: duties.saved.contains(&param),
+        is_loaded: duties.loaded.contains(&param),
     });
-    Ok(Slot::new(vars.collect(), optimizers, trained.len()))
+    Ok(Slot::new(slot_vars.collect(), optimizers, trained.len()))
 }

@@ -30,7 +30,7 @@ pub(crate) struct Replicated<M> {
     workers: Vec<Mutex<Worker<M>>>,
     /// Number of sets of variables in all processes.
     n_sets: usize,
-    /// Whether the variables of the first device are also the caller's.
+    /// Whether the caller also has the variables of the first device.
     is_shared: bool,
 }
 
@@ -46,12 +46,12 @@ impl<M> Replicated<M> {
         if self.n_sets == 1 && inventory.roles.buffers().is_empty() {
             return Ok(());
         }
-        let vars = |slot: &SharedSlot<O>| -> Vec<Var> {
+        let slot_vars = |slot: &SharedSlot<O>| -> Vec<Var> {
             lock(slot).vars.iter().map(|var| var.var.clone()).collect()
         };
-        let vars: Vec<Vec<Var>> = slots.iter().map(vars).collect();
-        let vars: Vec<&[Var]> = vars.iter().map(Vec::as_slice).collect();
-        sync::check(mesh, inventory, sync::slot_fingerprints(&vars)?)
+        let vars: Vec<Vec<Var>> = slots.iter().map(slot_vars).collect();
+        let vars_by_slot: Vec<&[Var]> = vars.iter().map(Vec::as_slice).collect();
+        sync::check(mesh, inventory, sync::slot_fingerprints(&vars_by_slot)?)
     }
 
     /// Drops accumulated gradients.
@@ -65,6 +65,7 @@ pub(crate) struct ReplicatedPass<'a, M, O> {
     layout: &'a Replicated<M>,
     slots: &'a [SharedSlot<O>],
     pub(crate) rules: Rules,
+    /// The gradients of all trained parameters; set by a batch with [`Goal::Differentiate`].
     gradients: OnceLock<Vec<Option<Tensor>>>,
 }
 
@@ -75,17 +76,18 @@ impl<'a, M, O> ReplicatedPass<'a, M, O> {
         rules: Rules,
     ) -> Result<Self> {
         if layout.is_shared {
-            // The caller may have set them since they were rounded.
-            let rounded = lock(&slots[0]).vars.iter().try_for_each(SlotVar::round);
-            rounded.doing("rounding parameters")?;
+            // The caller may have set the variables since the copies were rounded.
+            let result = lock(&slots[0]).vars.iter().try_for_each(SlotVar::round);
+            result.doing("rounding parameters")?;
         }
         Ok(Self { layout, slots, rules, gradients: OnceLock::new() })
     }
 
-    /// Ends a batch, or reverts changes that a failed batch may have made on some slots only.
+    /// Ends a batch: keeps the changes of a successful update or accumulation, and reverts the
+    /// changes of any other batch, which may have reached some slots only.
     pub(crate) fn end(&self, is_ok: bool) -> Result<()> {
         for (worker, slot) in self.layout.workers.iter().zip(self.slots) {
-            let (worker, slot) = (&mut *lock(worker), &mut *lock(slot));
+            let (mut worker, mut slot) = (lock(worker), lock(slot));
             if is_ok && matches!(self.rules.goal, Goal::Accumulate | Goal::Update) {
                 worker.buffers_before.clear();
                 slot.is_half_updated = false;
@@ -95,15 +97,15 @@ impl<'a, M, O> ReplicatedPass<'a, M, O> {
                 worker.grads.clear();
                 slot.totals = None;
             }
-            worker.restore_buffers(slot).doing("restoring a buffer")?;
+            worker.restore_buffers(&slot).doing("restoring a buffer")?;
         }
         Ok(())
     }
 
     /// Returns the gradients of all trained parameters, after a differentiated batch.
-    #[expect(clippy::expect_used, reason = "every replica of a call that succeeded has left them")]
+    #[expect(clippy::expect_used, reason = "the first replica of a successful call has set them")]
     pub(crate) fn gradients(&self) -> Vec<Option<Tensor>> {
-        self.gradients.get().cloned().expect("a batch that was differentiated has left them")
+        self.gradients.get().cloned().expect("a differentiated batch has set the gradients")
     }
 }
 
@@ -115,15 +117,15 @@ impl<M, O: Optimizer> ReplicatedPass<'_, M, O> {
         loss: &mut ShardLossFn<'_, M>,
     ) -> CandleResult<Option<BatchOutcome>> {
         let rules = &self.rules;
-        let worker = &mut *lock(&self.layout.workers[ctx.local_index()]);
-        let slot = &mut *lock(&self.slots[ctx.local_index()]);
-        worker.copy_buffers(slot, &rules.buffers)?;
-        let outcome = match rules.goal {
+        let mut worker = lock(&self.layout.workers[ctx.local_index()]);
+        let mut slot = lock(&self.slots[ctx.local_index()]);
+        worker.copy_buffers(&slot, &rules.buffers)?;
+        let result = match rules.goal {
             Goal::Evaluate | Goal::Measure => {
-                let is_evaluated = rules.goal == Goal::Evaluate;
-                let model = if is_evaluated { &worker.evaluated } else { &worker.model };
+                let is_evaluation = rules.goal == Goal::Evaluate;
+                let model = if is_evaluation { &worker.eval_model } else { &worker.model };
                 loss(model, ShardUse::Last)?
-                    .evaluate(ctx, rules.allow_non_finite, &rules.refusal)
+                    .evaluate(ctx, rules.allow_non_finite, &rules.errors)
                     .map(|(loss, aux)| (Report { loss, grad_norm: 0.0 }, aux))
             }
             Goal::Differentiate => {
@@ -135,9 +137,9 @@ impl<M, O: Optimizer> ReplicatedPass<'_, M, O> {
             }
             Goal::Accumulate | Goal::Update => {
                 let loss = loss(&worker.model, ShardUse::Last)?;
-                worker.train(ctx, rules, slot, loss)
+                worker.train(ctx, rules, &mut slot, loss)
             }
         };
-        rules.refusal.outcome(outcome)
+        rules.errors.none_if_agreed(result)
     }
 }

@@ -12,18 +12,22 @@ use crate::{
     step::inventory::Inventory,
 };
 
-/// Broadcasts the variables of the first slot to all processes.
+/// Sets the variables of all slots to the values of the first slot, on a mesh of several processes.
 ///
 /// # Errors
 ///
 /// Returns [`Error::Mesh`] if a process does not respond.
-pub(super) fn begin_alike(mesh: &DeviceMesh, inventory: &Inventory, sets: &[VarSet]) -> Result<()> {
+pub(super) fn broadcast_vars(
+    mesh: &DeviceMesh,
+    inventory: &Inventory,
+    sets: &[VarSet],
+) -> Result<()> {
     if !mesh.spans_processes() {
         return Ok(());
     }
-    let vars: Vec<Vec<Var>> = slot_sets(mesh, sets).map(|set| set.vars.clone()).collect();
+    let vars_by_slot: Vec<Vec<Var>> = slot_sets(mesh, sets).map(|set| set.vars.clone()).collect();
     let broadcast = mesh.pmap(move |ctx, ()| {
-        for var in &vars[ctx.local_index()] {
+        for var in &vars_by_slot[ctx.local_index()] {
             let value = ctx.broadcast(&var.as_detached_tensor(), 0, ALL)?;
             // Slots on one device set the same variable to the same value. The barrier ensures that
             // all slots have sent their values before any variable changes.
@@ -33,11 +37,11 @@ pub(super) fn begin_alike(mesh: &DeviceMesh, inventory: &Inventory, sets: &[VarS
         Ok(())
     });
     broadcast.call(())?;
-    let vars: Vec<&[Var]> = slot_sets(mesh, sets).map(|set| &set.vars[..]).collect();
-    check(mesh, inventory, slot_fingerprints(&vars)?)
+    let vars_by_slot: Vec<&[Var]> = slot_sets(mesh, sets).map(|set| &set.vars[..]).collect();
+    check(mesh, inventory, slot_fingerprints(&vars_by_slot)?)
 }
 
-/// Iterates over the sets of this process's slots.
+/// Iterates over this process's slots, and returns the set of each slot.
 fn slot_sets<'a>(mesh: &DeviceMesh, sets: &'a [VarSet]) -> impl Iterator<Item = &'a VarSet> {
     (0..mesh.devices().len())
         .filter_map(|slot| sets.iter().find(move |set| set.slots.contains(&slot)))
@@ -45,23 +49,30 @@ fn slot_sets<'a>(mesh: &DeviceMesh, sets: &'a [VarSet]) -> impl Iterator<Item = 
 
 /// Checks that the variables of all slots are the same to the bit, given the
 /// [fingerprints](slot_fingerprints) of this process's slots.
-pub(super) fn check(mesh: &DeviceMesh, inventory: &Inventory, here: Vec<Vec<u64>>) -> Result<()> {
-    settings::check_values(mesh, inventory, here, &vec![Some(1); inventory.parameters.len()])
+pub(super) fn check(
+    mesh: &DeviceMesh,
+    inventory: &Inventory,
+    fingerprints: Vec<Vec<u64>>,
+) -> Result<()> {
+    // Every slot has every variable.
+    let periods = vec![Some(1); inventory.parameters.len()];
+    settings::check_values(mesh, inventory, fingerprints, &periods)
 }
 
 /// Returns fingerprints of the bits of each slot's variables; shared variables are read once.
 pub(super) fn slot_fingerprints(slots: &[&[Var]]) -> Result<Vec<Vec<u64>>> {
-    let mut known: Vec<Vec<u64>> = Vec::new();
+    let mut by_slot: Vec<Vec<u64>> = Vec::new();
     for vars in slots {
-        let mut numbers = Vec::new();
+        let mut fingerprints = Vec::new();
         for (n, var) in vars.iter().enumerate() {
-            let shared = slots.iter().zip(&known).find(|(other, _)| other[n].id() == var.id());
-            numbers.push(match shared {
-                Some((_, known)) => known[n],
+            // An earlier slot with the same variable; `by_slot` has only earlier slots.
+            let shared = slots.iter().zip(&by_slot).find(|(other, _)| other[n].id() == var.id());
+            fingerprints.push(match shared {
+                Some((_, earlier)) => earlier[n],
                 None => value_fingerprint(var).doing("comparing variables")?,
             });
         }
-        known.push(numbers);
+        by_slot.push(fingerprints);
     }
-    Ok(known)
+    Ok(by_slot)
 }

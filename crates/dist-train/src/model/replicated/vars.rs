@@ -10,7 +10,7 @@ use candle_nn::{Init, VarBuilder, VarMap, var_builder::SimpleBackend};
 use pmap_mesh::DeviceMesh;
 
 use crate::{
-    device::moved,
+    device::move_to_device,
     grad::divide,
     model::config::Sharing,
     precision::Precision,
@@ -20,64 +20,66 @@ use crate::{
     },
 };
 
-/// The variables of a model in the order of names, and the slots of this process that use them.
+/// One copy of a model's variables, and the slots of this process that use it.
 #[derive(Debug)]
 pub(super) struct VarSet {
+    /// The variables, in the order of names.
     pub(super) vars: Vec<Var>,
     pub(super) slots: Vec<usize>,
 }
 
-/// The duties of one slot of this process for the variables of its set.
+/// The duties of one slot of this process for the variables of its set. Lists have indices of
+/// variables.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct OwnedVars {
+pub(super) struct SlotDuties {
     pub(super) slot: usize,
-    /// The index of its set in this process.
+    /// The index of the slot's set in this process.
     pub(super) set: usize,
-    /// The variables that it updates.
+    /// The variables that the slot updates.
     pub(super) owned: Vec<usize>,
-    /// The variables that it writes to checkpoints; each variable is written by one slot of the
-    /// whole mesh.
+    /// The variables that the slot writes to checkpoints; each variable is written by one slot of
+    /// the whole mesh.
     pub(super) saved: Vec<usize>,
-    /// The variables that it reads from checkpoints. Each set reads each variable once, except for
-    /// buffers, which each slot reads.
+    /// The variables that the slot reads from checkpoints. Each set reads each variable once,
+    /// except for buffers, which each slot reads.
     pub(super) loaded: Vec<usize>,
 }
 
-/// Returns the dtype of existing variables, or `None` if there are none. All must be on the device
-/// `home`.
-pub(super) fn dtype(vars: &VarMap, home: &Device) -> Result<Option<DType>> {
-    let known = locked(vars)?;
-    let elsewhere = known.iter().filter(|(_, var)| !var.device().same_device(home));
+/// Returns the dtype of the first variable of a map in the order of names, or `None` if the map is
+/// empty. Returns an error for a variable on another device than `home`.
+pub(super) fn dtype(map: &VarMap, home: &Device) -> Result<Option<DType>> {
+    let vars = lock(map)?;
+    let elsewhere = vars.iter().filter(|(_, var)| !var.device().same_device(home));
     if let Some((name, var)) = elsewhere.min_by_key(|(name, _)| *name) {
         bail!("variable {name} lies on {:?}, the first slot is on {home:?}", var.device())
     }
-    Ok(known.iter().min_by_key(|(name, _)| *name).map(|(_, var)| var.dtype()))
+    Ok(vars.iter().min_by_key(|(name, _)| *name).map(|(_, var)| var.dtype()))
 }
 
 /// Returns the variable of a map with this name, if any.
-pub(super) fn known(vars: &VarMap, name: &str) -> Result<Option<Var>> {
-    Ok(locked(vars)?.get(name).cloned())
+pub(super) fn get(map: &VarMap, name: &str) -> Result<Option<Var>> {
+    Ok(lock(map)?.get(name).cloned())
 }
 
-/// Adds the variables of a model to a map that has some of them.
-pub(super) fn add(vars: &VarMap, inventory: &Inventory, all: &[Var]) -> Result<()> {
-    let mut known = locked(vars)?;
-    for ((name, _), var) in inventory.parameters.iter().zip(all) {
-        known.entry(name.clone()).or_insert_with(|| var.clone());
+/// Adds the variables of a model to a map, except for the variables that the map already has.
+pub(super) fn add(map: &VarMap, inventory: &Inventory, vars: &[Var]) -> Result<()> {
+    let mut existing = lock(map)?;
+    for ((name, _), var) in inventory.parameters.iter().zip(vars) {
+        existing.entry(name.clone()).or_insert_with(|| var.clone());
     }
     Ok(())
 }
 
 #[expect(clippy::disallowed_types, reason = "candle stores variables in a hash map")]
-fn locked(vars: &VarMap) -> Result<MutexGuard<'_, HashMap<String, Var>>> {
-    match vars.data().lock() {
+fn lock(map: &VarMap) -> Result<MutexGuard<'_, HashMap<String, Var>>> {
+    match map.data().lock() {
         Ok(vars) => Ok(vars),
         Err(_) => bail!("the variables are locked by a thread that panicked"),
     }
 }
 
 /// Returns the sets of variables in this process, in the order of their first slots. The first set
-/// contains `vars` themselves, the others copies.
+/// contains `vars` themselves, and each other set contains copies.
 pub(super) fn sets(mesh: &DeviceMesh, vars: Vec<Var>, sharing: Sharing) -> Result<Vec<VarSet>> {
     let mut sets = vec![VarSet { vars, slots: vec![0] }];
     for (slot, device) in mesh.devices().iter().enumerate().skip(1) {
@@ -87,7 +89,7 @@ pub(super) fn sets(mesh: &DeviceMesh, vars: Vec<Var>, sharing: Sharing) -> Resul
         if let Some(set) = shared {
             set.slots.push(slot);
         } else {
-            let copies = sets[0].vars.iter().map(|var| copied(var, device));
+            let copies = sets[0].vars.iter().map(|var| copy_to(var, device));
             sets.push(VarSet { vars: copies.collect::<Result<_>>()?, slots: vec![slot] });
         }
     }
@@ -95,54 +97,57 @@ pub(super) fn sets(mesh: &DeviceMesh, vars: Vec<Var>, sharing: Sharing) -> Resul
 }
 
 impl VarSet {
-    /// Returns the variables of one of the set's slots. All slots except the first have their own
-    /// buffers, because the slots' forward passes change them at the same time.
+    /// Returns the variables of one of the set's slots. Every slot except the first has its own
+    /// copies of the buffers, because the slots' forward passes change buffers at the same time.
     pub(super) fn slot_vars(&self, slot: usize, roles: &Roles) -> Result<Vec<Var>> {
         let mut vars = Vec::with_capacity(self.vars.len());
         for (var, &role) in self.vars.iter().zip(&roles.of) {
             vars.push(match role {
-                Role::Buffer if slot != self.slots[0] => copied(var, var.device())?,
+                Role::Buffer if slot != self.slots[0] => copy_to(var, var.device())?,
                 _ => var.clone(),
             });
         }
         Ok(vars)
     }
-}
 
-impl VarSet {
-    /// Returns copies of the variables in the dtype that the model computes in, if it is another one.
-    pub(super) fn rounded(&self, roles: &Roles, precision: Precision) -> Result<Vec<Option<Var>>> {
-        let mut rounded = Vec::with_capacity(self.vars.len());
+    /// Returns a copy of each variable in the dtype in which the model computes, or `None` for a
+    /// variable that is stored in this dtype, and for a buffer.
+    pub(super) fn rounded_copies(
+        &self,
+        roles: &Roles,
+        precision: Precision,
+    ) -> Result<Vec<Option<Var>>> {
+        let mut copies = Vec::with_capacity(self.vars.len());
         for (var, &role) in self.vars.iter().zip(&roles.of) {
-            let dtype = precision.computed(var.dtype());
-            rounded.push(if role == Role::Buffer || dtype == var.dtype() {
+            let dtype = precision.compute_dtype(var.dtype());
+            copies.push(if role == Role::Buffer || dtype == var.dtype() {
                 None
             } else {
                 Some(Var::from_tensor(&var.as_detached_tensor().to_dtype(dtype)?)?)
             });
         }
-        Ok(rounded)
+        Ok(copies)
     }
 }
 
 /// Copies a variable's value into a new variable on a device.
-fn copied(var: &Var, device: &Device) -> Result<Var> {
-    Var::from_tensor(&moved(&var.as_detached_tensor(), device)?)
+fn copy_to(var: &Var, device: &Device) -> Result<Var> {
+    Var::from_tensor(&move_to_device(&var.as_detached_tensor(), device)?)
 }
 
-/// Whether the model's results are differentiated.
+/// What a model is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Use {
+pub(super) enum ModelUse {
     Training,
     /// No operations are recorded, so nothing is stored for a backward pass.
     Evaluation,
 }
 
-/// Returns a builder with the variables of one slot, which must all exist.
+/// Returns a builder that contains the variables `vars` of one slot, and creates no variables.
 pub(super) fn builder(
     inventory: &Inventory,
     vars: &[Var],
-    purpose: Use,
+    model_use: ModelUse,
     dtype: DType,
     device: &Device,
 ) -> VarBuilder<'static> {
@@ -151,7 +156,7 @@ pub(super) fn builder(
         let tensor = match role {
             // Layers set buffers, and so need the variable itself.
             Role::Buffer => var.as_tensor().clone(),
-            Role::Trained(_) if purpose == Use::Training => var.as_tensor().clone(),
+            Role::Trained(_) if model_use == ModelUse::Training => var.as_tensor().clone(),
             Role::Trained(_) | Role::Frozen => var.as_detached_tensor(),
         };
         tensors.insert(name.clone(), tensor);
@@ -180,41 +185,45 @@ impl SimpleBackend for VariableBackend {
     }
 }
 
-/// Divides the variables among the slots of each set. Every set updates all trained variables. Each
-/// variable is saved once on the whole mesh, whose `n_sets` sets include this process's sets from
-/// `first_set` on.
+/// Divides the variables among the slots of each set, and returns the duties of each slot of this
+/// process, in the order of slots.
 ///
-/// Returns a part for each slot of this process, in order.
-pub(super) fn parts(
+/// Every set updates all trained variables. Each variable is saved by one set of the mesh. The mesh
+/// has `n_sets` sets, and the sets of this process begin at the index `first_set`.
+pub(super) fn assign_duties(
     sets: &[VarSet],
     inventory: &Inventory,
     n_sets: usize,
     first_set: usize,
-) -> Vec<OwnedVars> {
+) -> Vec<SlotDuties> {
     let sizes = inventory.sizes();
     let trained = inventory.roles.trained();
     let trained_sizes: Vec<u64> = trained.iter().map(|&var| sizes[var]).collect();
     let saved_by_set = divide(&sizes, n_sets);
-    let mut parts = Vec::new();
-    for (number, set) in sets.iter().enumerate() {
-        let saved_here = &saved_by_set[first_set + number];
-        let divided = divide(&trained_sizes, set.slots.len());
-        for (place, (&slot, owned)) in set.slots.iter().zip(divided).enumerate() {
-            let owned: Vec<usize> = owned.into_iter().map(|position| trained[position]).collect();
-            // The first slot saves the variables that no slot updates.
-            let is_here = |var: &usize| match inventory.roles.of[*var] {
+    let mut duties = Vec::new();
+    for (set_index, set) in sets.iter().enumerate() {
+        let saved_by_this_set = &saved_by_set[first_set + set_index];
+        let owned_by_slot = divide(&trained_sizes, set.slots.len());
+        for (&slot, positions) in set.slots.iter().zip(owned_by_slot) {
+            let owned: Vec<usize> =
+                positions.into_iter().map(|position| trained[position]).collect();
+            // A trained variable belongs to the slot that updates it, and any other variable to the
+            // first slot of the set.
+            let belongs_to_slot = |var: &usize| match inventory.roles.of[*var] {
                 Role::Trained(_) => owned.contains(var),
-                Role::Frozen | Role::Buffer => place == 0 && inventory.roles.is_saved(*var),
+                Role::Frozen | Role::Buffer => {
+                    slot == set.slots[0] && inventory.roles.is_saved(*var)
+                }
             };
-            let saved = saved_here.iter().copied().filter(is_here).collect();
+            let saved = saved_by_this_set.iter().copied().filter(belongs_to_slot).collect();
             let loaded = (0..sizes.len())
-                .filter(|var| is_here(var) || inventory.roles.of[*var] == Role::Buffer)
+                .filter(|var| belongs_to_slot(var) || inventory.roles.of[*var] == Role::Buffer)
                 .collect();
-            parts.push(OwnedVars { slot, set: number, owned, saved, loaded });
+            duties.push(SlotDuties { slot, set: set_index, owned, saved, loaded });
         }
     }
-    parts.sort_by_key(|part| part.slot);
-    parts
+    duties.sort_by_key(|duties| duties.slot);
+    duties
 }
 
 #[cfg(test)]
@@ -251,17 +260,17 @@ mod tests {
         let trained = [0, 1, 2, 5, 6];
         let mut saved = Vec::new();
         for first_set in [0, 2] {
-            let parts = parts(&[set(&[0, 2]), set(&[1])], &inventory, 4, first_set);
-            let slots: Vec<_> = parts.iter().map(|part| (part.slot, part.set)).collect();
+            let duties = assign_duties(&[set(&[0, 2]), set(&[1])], &inventory, 4, first_set);
+            let slots: Vec<_> = duties.iter().map(|duties| (duties.slot, duties.set)).collect();
             assert_eq!(slots, [(0, 0), (1, 1), (2, 0)]);
             for set in [0, 1] {
-                let of_set = || parts.iter().filter(|part| part.set == set);
-                assert_eq!(sorted(of_set().flat_map(|part| part.owned.clone())), trained);
-                let loaded = sorted(of_set().flat_map(|part| part.loaded.clone()));
-                assert!(of_set().all(|part| part.loaded.contains(&buffer)), "{loaded:?}");
+                let of_set = || duties.iter().filter(|duties| duties.set == set);
+                assert_eq!(sorted(of_set().flat_map(|duties| duties.owned.clone())), trained);
+                let loaded = sorted(of_set().flat_map(|duties| duties.loaded.clone()));
+                assert!(of_set().all(|duties| duties.loaded.contains(&buffer)), "{loaded:?}");
                 assert_eq!(loaded.iter().filter(|&&var| var == frozen).count(), 1);
             }
-            saved.extend(parts.into_iter().flat_map(|part| part.saved));
+            saved.extend(duties.into_iter().flat_map(|duties| duties.saved));
         }
         assert_eq!(sorted(saved.into_iter()), [0, 1, 2, 3, 4, 5, 6]);
     }

@@ -9,41 +9,41 @@ use pmap_mesh::{ALL, Replica};
 use crate::{
     agreement,
     error::training::TrainingError,
-    grad::{differentiate, sums_of, widened},
+    grad::{differentiate, sum_existing_grads, widen},
     loss::Loss,
     model::{pass::BatchOutcome, slot::Slot},
     optim::clip,
     precision::Precision,
     step::{
-        batch::{Batch, added, agree_alone},
+        batch::{Batch, add_grads, agree_without_totals},
         rules::{Goal, Report, Rules},
     },
 };
 
-/// A model on the variables of a slot, with its state until the next update.
+/// The model of a slot, with the state that it keeps until the next update.
 #[derive(Debug)]
 pub(super) struct Worker<M> {
     pub(super) model: M,
-    /// The model on the same variables, without recording operations.
-    pub(super) evaluated: M,
-    /// The trained variables.
+    /// The model on the same variables, for evaluation: it records no operations.
+    pub(super) eval_model: M,
+    /// The trained variables as the model computes with them: the rounded copies, if there are any.
     pub(super) trained: Vec<Var>,
-    /// The variables that this slot updates: indices in `trained` and in the slot.
+    /// The variables that this slot updates, each by its indices in `trained` and in the slot.
     pub(super) owned: Vec<(usize, usize)>,
-    /// The dtypes in which their reduced gradients are stored.
+    /// The dtype in which the reduced gradient of each trained variable is stored.
     pub(super) sum_dtypes: Vec<DType>,
     pub(super) precision: Precision,
     /// Whether any variable has half precision.
     pub(super) has_halves: bool,
-    /// Accumulated gradients since the last update, one per trained variable; empty before the
-    /// first batch.
+    /// Accumulated gradients since the last update, one per trained variable; empty if no batch was
+    /// accumulated.
     pub(super) grads: Vec<Option<Tensor>>,
-    /// Copies of the buffers from before the current batch, with their indices.
+    /// Copies of the buffers from before the current batch, with the buffers' indices in the slot.
     pub(super) buffers_before: Vec<(usize, Tensor)>,
 }
 
 impl<M> Worker<M> {
-    /// Copies the buffers, which the forward pass may change.
+    /// Copies the buffers at these indices, which the forward pass may change.
     pub(super) fn copy_buffers<O>(&mut self, slot: &Slot<O>, buffers: &[usize]) -> Result<()> {
         self.buffers_before = buffers
             .iter()
@@ -66,23 +66,23 @@ impl<M> Worker<M> {
         slot: &mut Slot<O>,
         loss: Loss<Vec<Tensor>>,
     ) -> Result<BatchOutcome> {
-        let before = mem::take(&mut self.grads);
+        let accumulated = mem::take(&mut self.grads);
         let (shard, batch) = Batch::agree(ctx, rules, loss, slot.begin())?;
-        let grads = differentiate(shard, &self.trained, batch.scale, self.has_halves)?;
+        let batch_grads = differentiate(shard, &self.trained, batch.scale, self.has_halves)?;
         average_buffers(ctx, rules, slot)?;
-        let grads = added(before, grads)?;
+        let grads = add_grads(accumulated, batch_grads)?;
         if rules.goal == Goal::Accumulate {
-            let (totals, report, aux) = batch.kept();
+            let (totals, report, aux) = batch.into_accumulated();
             slot.totals = Some(totals);
             self.grads = grads;
             return Ok((report, aux));
         }
         let grad_norm = self.update(ctx, rules, slot, grads, batch.factor())?;
-        Ok(batch.updated(grad_norm))
+        Ok(batch.into_update(grad_norm))
     }
 
-    /// Reduces the gradients over all slots, and updates the slot's own variables by `factor` times
-    /// the sums. Returns the gradient norm before clipping.
+    /// Sums the gradients over all slots, and updates the variables that this slot owns with
+    /// gradients of `factor` times the sums. Returns the gradient norm before clipping.
     fn update<O: Optimizer>(
         &self,
         ctx: &Replica,
@@ -91,53 +91,60 @@ impl<M> Worker<M> {
         grads: Vec<Option<Tensor>>,
         factor: f64,
     ) -> Result<f64> {
-        let here: Vec<bool> = grads.iter().map(Option::is_some).collect();
-        let somewhere = agreement::any(ctx, &here)?;
-        rules.check_used(&somewhere)?;
+        let has_grad_here: Vec<bool> = grads.iter().map(Option::is_some).collect();
+        let has_grad_anywhere = agreement::any(ctx, &has_grad_here)?;
+        rules.check_used(&has_grad_anywhere)?;
         let wanted: Vec<usize> = self.owned.iter().map(|&(trained, _)| trained).collect();
-        let sums = self.sums(ctx, grads, &somewhere, &wanted)?;
-        let own = self.owned.iter().zip(sums);
-        let sums: Vec<_> = own.filter_map(|(&(_, var), sum)| Some((var, sum?))).collect();
-        // One slot reports the squares of each parameter, so the result has the same bits for any
-        // division of variables among slots, devices and processes.
-        let squares = agreement::combined(ctx, &slot.local_squares(&sums)?)?;
-        slot.update_all(rules, &squares, sums, factor)
+        let wanted_sums = self.sum_grads(ctx, grads, &has_grad_anywhere, &wanted)?;
+        let mut sums = Vec::with_capacity(wanted.len());
+        for (&(_, var), sum) in self.owned.iter().zip(wanted_sums) {
+            if let Some(sum) = sum {
+                sums.push((var, sum));
+            }
+        }
+        // One slot reports the squared norm of each parameter, so the result has the same bits for
+        // any division of variables among slots, devices and processes.
+        let squared_norms = agreement::sum_disjoint(ctx, &slot.local_squared_norms(&sums)?)?;
+        slot.update_all(rules, &squared_norms, sums, factor)
     }
 
-    /// Sums the `wanted` gradients over all slots, which have agreed on those that exist anywhere.
-    fn sums(
+    /// Sums the `wanted` gradients over all slots. `has_grad_anywhere` states for each trained
+    /// variable whether any slot has a gradient; all slots have agreed on it.
+    fn sum_grads(
         &self,
         ctx: &Replica,
         grads: Vec<Option<Tensor>>,
-        somewhere: &[bool],
+        has_grad_anywhere: &[bool],
         wanted: &[usize],
     ) -> Result<Vec<Option<Tensor>>> {
-        let sums = sums_of(ctx, &self.trained, grads, somewhere, wanted, self.precision)?;
+        let (vars, precision) = (&self.trained, self.precision);
+        let sums = sum_existing_grads(ctx, vars, grads, has_grad_anywhere, wanted, precision)?;
         sums.into_iter()
             .zip(wanted)
             .map(|(sum, &var)| sum.map(|sum| sum.to_dtype(self.sum_dtypes[var])).transpose())
             .collect()
     }
 
-    /// Returns the loss of the whole batch, the local attached tensors, and the gradients of all
-    /// trained variables.
+    /// Returns the loss of the whole batch, the attached tensors of this slot, and the gradients of
+    /// all trained variables, summed over all slots.
     pub(super) fn gradients(
         &self,
         ctx: &Replica,
         rules: &Rules,
         loss: Loss<Vec<Tensor>>,
     ) -> Result<(BatchOutcome, Vec<Option<Tensor>>)> {
-        let (shard, loss, aux) = agree_alone(ctx, rules, loss)?;
+        let (shard, loss, aux) = agree_without_totals(ctx, rules, loss)?;
         let grads = differentiate(shard, &self.trained, loss.weight(), self.has_halves)?;
         let all: Vec<usize> = (0..self.trained.len()).collect();
-        let here: Vec<bool> = grads.iter().map(Option::is_some).collect();
-        let sums = self.sums(ctx, grads, &agreement::any(ctx, &here)?, &all)?;
+        let has_grad_here: Vec<bool> = grads.iter().map(Option::is_some).collect();
+        let has_grad_anywhere = agreement::any(ctx, &has_grad_here)?;
+        let sums = self.sum_grads(ctx, grads, &has_grad_anywhere, &all)?;
         Ok(((Report { loss, grad_norm: 0.0 }, aux), sums))
     }
 }
 
-/// Sets every buffer of a slot to its mean over the slots, weighted by rows. Integers, which count
-/// batches, are set to the maximum.
+/// Sets every buffer of a slot to its mean over the slots, weighted by rows. Integer buffers, which
+/// count batches, are set to their maximum.
 fn average_buffers<O>(ctx: &Replica, rules: &Rules, slot: &Slot<O>) -> Result<()> {
     let buffer = |var: usize| &slot.vars[var].var;
     let (floats, counts): (Vec<usize>, Vec<usize>) =
@@ -153,18 +160,19 @@ fn average_buffers<O>(ctx: &Replica, rules: &Rules, slot: &Slot<O>) -> Result<()
     let all: Vec<usize> = (0..floats.len()).collect();
     let means = ctx.psum_list(shares.collect::<Result<_>>()?, &all, ALL)?;
     for (&var, mean) in floats.iter().zip(means) {
-        if !rules.allow_non_finite && !clip::squares(&mean)?.is_finite() {
+        if !rules.allow_non_finite && !clip::squared_norm(&mean)?.is_finite() {
             let name = rules.inventory.name(var).to_owned();
-            return Err(rules.refusal.agreed(TrainingError::NonFiniteBuffer { name }));
+            return Err(rules.errors.record_agreed(TrainingError::NonFiniteBuffer { name }));
         }
         buffer(var).set(&mean.to_dtype(buffer(var).dtype())?)?;
     }
     Ok(())
 }
 
-/// Returns a slot's contribution to the mean of a buffer.
+/// Returns a slot's contribution to the mean of a buffer; `share` is the slot's fraction of the
+/// total weight.
 fn buffer_share(buffer: &Var, share: f64) -> Result<Tensor> {
-    let buffer = widened(&buffer.as_detached_tensor())?;
+    let buffer = widen(&buffer.as_detached_tensor())?;
     // A shard of only padding may have produced any value.
     if share == 0.0 { buffer.zeros_like() } else { buffer * share }
 }

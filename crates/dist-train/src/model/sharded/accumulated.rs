@@ -1,4 +1,5 @@
-//! Accumulated batches of a slot of a sharded model, and training on its shards of batches.
+//! Training of one slot of a sharded model on its shards of batches, and the batches that the slot
+//! has accumulated.
 
 use std::{collections::BTreeSet, iter, mem, sync::Mutex};
 
@@ -16,7 +17,7 @@ use crate::{
     step::{
         batch::{Batch, added},
         rules::{Goal, Rules},
-        update::norm,
+        update::global_norm,
     },
     units::{
         accumulation::UnreducedGrads,
@@ -27,14 +28,15 @@ use crate::{
 /// Accumulated batches of a slot.
 #[derive(Debug, Default)]
 pub(super) struct Accumulated {
-    /// The sums over all slots of the gradients of each variable; empty before the first batch.
+    /// The gradient of each variable, summed over all slots; empty before the first batch.
     sums: Vec<Option<Tensor>>,
-    /// Unreduced gradients.
+    /// Gradients that are not yet summed over the slots.
     unreduced: UnreducedGrads,
-    /// Whether any of the batches has a gradient of each trained parameter.
+    /// For each trained parameter, whether it has a gradient in any of the batches; empty before
+    /// the first batch.
     used: Vec<bool>,
-    /// Units that the batches entered.
-    entered: BTreeSet<String>,
+    /// Names of the units that the batches entered.
+    entered_units: BTreeSet<String>,
 }
 
 /// Differentiates the loss of a slot's shard of a batch, and stores the gradients or updates the
@@ -52,32 +54,34 @@ pub(super) fn train<O: Optimizer>(
 ) -> Result<BatchOutcome> {
     let totals = lock(slot).begin();
     let unreduced = mem::take(&mut accumulated.unreduced);
-    accumulated.entered.extend(session.entered());
+    accumulated.entered_units.extend(session.entered_units());
     session.check_order()?;
     let (shard, batch) = Batch::agree(ctx, rules, loss, totals)?;
-    session.check_entered(&accumulated.entered)?;
+    session.check_entered(&accumulated.entered_units)?;
     let gradients = session.differentiate(shard, batch.scale, unreduced)?;
-    let slot = &mut *lock(slot);
+    let mut slot = lock(slot);
     if session.updates_in_backward() {
         *accumulated = Accumulated::default();
-        return Ok(batch.updated(norm(rules, &slot.squares, 1.0)?));
+        return Ok(batch.into_update(global_norm(rules, &slot.squared_norms, 1.0)?));
     }
-    accumulated.add(ctx, slot, gradients)?;
+    accumulated.add(ctx, &slot, gradients)?;
     if rules.goal == Goal::Accumulate {
-        let (totals, report, aux) = batch.kept();
+        let (totals, report, aux) = batch.into_accumulated();
         slot.totals = Some(totals);
         return Ok((report, aux));
     }
     let Accumulated { sums, used, .. } = mem::take(accumulated);
     rules.check_used(&used)?;
-    let sums = sums.into_iter().enumerate().filter_map(|(var, sum)| Some((var, sum?)));
-    let sums: Vec<(usize, Tensor)> = sums.collect();
-    // The squares are added up over the shards of a parameter in slot order. The result is the same
-    // to the bit on all slots, but rounds differently in double precision than for a full
-    // parameter.
-    let squares = agreement::sums(ctx, &slot.local_squares(&sums)?)?;
-    let grad_norm = slot.update_all(rules, &squares, sums, batch.factor())?;
-    Ok(batch.updated(grad_norm))
+    let vars_and_sums = sums.into_iter().enumerate();
+    let sums_by_var: Vec<(usize, Tensor)> =
+        vars_and_sums.filter_map(|(var, sum)| Some((var, sum?))).collect();
+    // The squared norms of a parameter's shards are added up in slot order. So the result is the
+    // same to the bit on all slots, but its last digits may differ from the squared norm of the
+    // full parameter.
+    let squared_norms =
+        agreement::sum_in_rank_order(ctx, &slot.local_squared_norms(&sums_by_var)?)?;
+    let grad_norm = slot.update_all(rules, &squared_norms, sums_by_var, batch.factor())?;
+    Ok(batch.into_update(grad_norm))
 }
 
 impl Accumulated {
@@ -86,17 +90,21 @@ impl Accumulated {
         let used = agreement::any(ctx, &gradients.used)?;
         // If no slot has a gradient for a parameter, its sum consists of zeros from all slots.
         let is_used = |var: usize| slot.vars[var].trained.is_some_and(|trained| used[trained]);
-        let sums = gradients.sums.into_iter().enumerate();
-        let sums = sums.map(|(var, sum)| sum.filter(|_| is_used(var))).collect();
-        self.sums = added(mem::take(&mut self.sums), sums)?;
-        self.unreduced = gradients.whole;
+        let mut sums = gradients.sums;
+        for (var, sum) in sums.iter_mut().enumerate() {
+            if !is_used(var) {
+                *sum = None;
+            }
+        }
+        self.sums = add_grads(mem::take(&mut self.sums), sums)?;
+        self.unreduced = gradients.unreduced;
         self.used = either(&self.used, used);
         Ok(())
     }
 }
 
-/// Returns the elementwise OR of two lists of flags; the first may be empty.
+/// Returns the elementwise OR of two lists of flags; `before` may be empty.
 fn either(before: &[bool], flags: Vec<bool>) -> Vec<bool> {
     let was_set = before.iter().copied().chain(iter::repeat(false));
-    flags.into_iter().zip(was_set).map(|(flag, before)| flag || before).collect()
+    flags.into_iter().zip(was_set).map(|(flag, was_set)| flag || was_set).collect()
 }

@@ -45,7 +45,7 @@ pub(crate) struct Description<'a> {
     pub(crate) declare: &'a dyn Fn(VarBuilder<'_>) -> CandleResult<()>,
 }
 
-/// State of a process before it communicates with others.
+/// State of a process before it communicates with other processes.
 struct Prepared {
     /// The declared parameters, in the order of names.
     declared: Vec<Declared>,
@@ -72,7 +72,7 @@ pub(crate) fn build<O: Optimizer>(
 ) -> Result<(Vec<SharedSlot<O>>, Sharded)> {
     let mesh = description.mesh;
     let prepared = mesh.all_ok(description.prepare())?;
-    description.check_alike(&prepared)?;
+    description.check_equal_inputs(&prepared)?;
     let model = mesh.all_ok(description.fill(prepared))?;
     if mesh.spans_processes() {
         check_replicas_equal(mesh, &model)?;
@@ -103,19 +103,21 @@ impl Description<'_> {
             .iter()
             .map(|info| info.clone().with_unit(self.rules.units_of(info)[0].to_owned()))
             .collect();
-        let plan = self.planned(&infos)?;
+        let plan = self.make_plan(&infos)?;
         let keeps = match &sharding.plan_source {
-            PlanSource::Ready(plan) if sharding.keeps.is_silent() => kept_by(plan, keeps),
+            PlanSource::Ready(plan) if sharding.keeps.is_empty() => keeps_of_plan(plan, keeps),
             _ => keeps,
         };
         let plan = with_kept_units(&plan, &keeps)?;
-        if let (Some(unit), true) = (over_half(&plan), self.mesh.len() > 1) {
+        if self.mesh.len() > 1
+            && let Some(unit) = unit_over_half(&plan)
+        {
             tracing::warn!("unit {unit} has over half of all parameters, and is gathered whole");
         }
-        let open = declared.iter().map(|declared| (declared, true));
+        let needs_value = declared.iter().map(|declared| (declared, true));
         let weights = config.weights_path.as_deref();
         let initial =
-            InitialValues::new(config.initializer.clone(), weights, &config.choices, open)?;
+            InitialValues::new(config.initializer.clone(), weights, &config.choices, needs_value)?;
         let fingerprints = || -> Result<Fingerprints> {
             let init = initial.init.fingerprint(&declared)?;
             Ok(Fingerprints { init, weights: initial.fingerprint(&declared)? })
@@ -125,7 +127,7 @@ impl Description<'_> {
     }
 
     /// Checks that all processes build the same model with the same options.
-    fn check_alike(&self, prepared: &Prepared) -> Result<()> {
+    fn check_equal_inputs(&self, prepared: &Prepared) -> Result<()> {
         let Prepared { declared, inventory, keeps, plan, values, .. } = prepared;
         let Some(Fingerprints { init, weights }) = *values else { return Ok(()) };
         let Self { sharding, .. } = self;
@@ -152,7 +154,7 @@ impl Description<'_> {
         let home = &self.mesh.devices()[0];
         let Self { sharding, config, .. } = self;
         let precision = config.precision;
-        let names = units.iter().map(|(unit, members)| (unit, names_of(members)));
+        let names = units.iter().map(|(unit, members)| (unit, member_names(members)));
         let vars = ShardedVars::new(self.mesh, plan, names, precision, |info, run| {
             initial.items(&declared[position(&inventory, info.name())], run, home)
         })?;
@@ -166,7 +168,7 @@ impl Description<'_> {
             vars,
             units,
             inventory: Arc::new(inventory),
-            dtype: precision.computed(self.dtype()),
+            dtype: precision.compute_dtype(self.dtype()),
             precision,
             accumulation: sharding.reduction,
             updates_in_backward: sharding.updates_in_backward,
@@ -181,11 +183,12 @@ impl Description<'_> {
         self.config.given_dtype.unwrap_or(DType::F32)
     }
 
-    fn planned(&self, infos: &[ParameterInfo]) -> Result<ShardingPlan> {
+    /// Returns the plan of these parameters, after checking that it fits them.
+    fn make_plan(&self, infos: &[ParameterInfo]) -> Result<ShardingPlan> {
         let ranks = self.mesh.len() as u64;
         let world_size = WorldSize::new(ranks).map_err(fsdp_plan::Error::from)?;
         let plan = self.sharding.plan_source.plan(infos, world_size)?;
-        // A custom strategy may have planned other parameters than it was given.
+        // A custom strategy may have planned other parameters than `infos`.
         check_fits(&plan, infos)?;
         Ok(plan)
     }
@@ -210,30 +213,30 @@ pub(super) fn check_replicas_equal(mesh: &DeviceMesh, model: &Model) -> Result<(
         return Ok(());
     }
     let slot_fingerprints = |slot| -> Result<Vec<u64>> {
-        let mut found = vec![Fingerprint::new(); periods.len()];
+        let mut fingerprints = vec![Fingerprint::new(); periods.len()];
         for OwnedPart { param_idx, var, .. } in vars.owned_parts(slot)? {
             let param = position(inventory, plan.parameters()[param_idx].info().name());
             if periods[param].is_some() {
-                found[param]
+                fingerprints[param]
                     .write_u64(settings::value_fingerprint(&var).doing("comparing parameters")?);
             }
         }
-        Ok(found.iter().map(Fingerprint::finish).collect())
+        Ok(fingerprints.iter().map(Fingerprint::finish).collect())
     };
-    let here = mesh.all_ok(mesh.local_slots().map(slot_fingerprints).collect())?;
-    settings::check_values(mesh, inventory, here, &periods)
+    let fingerprints = mesh.all_ok(mesh.local_slots().map(slot_fingerprints).collect())?;
+    settings::check_values(mesh, inventory, fingerprints, &periods)
 }
 
 fn unit_names(units: &[(String, Vec<Member>)]) -> Vec<&str> {
     units.iter().map(|(name, _)| name.as_str()).collect()
 }
 
-fn names_of(members: &[Member]) -> impl Iterator<Item = &str> {
+fn member_names(members: &[Member]) -> impl Iterator<Item = &str> {
     members.iter().map(|member| member.name.as_str())
 }
 
-/// Returns the data that units keep according to a plan's kept units.
-fn kept_by(plan: &ShardingPlan, mut keeps: BTreeMap<String, Keep>) -> BTreeMap<String, Keep> {
+/// Replaces the kept data of each unit by what the plan says about the unit.
+fn keeps_of_plan(plan: &ShardingPlan, mut keeps: BTreeMap<String, Keep>) -> BTreeMap<String, Keep> {
     for (unit, keep) in &mut keeps {
         *keep = if plan.keeps_gathered(unit) { Keep::Gathered } else { Keep::Inputs };
     }
@@ -249,7 +252,7 @@ fn with_kept_units(plan: &ShardingPlan, keeps: &BTreeMap<String, Keep>) -> Resul
 }
 
 /// Returns the unit with more than half of all parameters, if any.
-fn over_half(plan: &ShardingPlan) -> Option<&str> {
+fn unit_over_half(plan: &ShardingPlan) -> Option<&str> {
     let mut sizes: BTreeMap<&str, u128> = BTreeMap::new();
     for parameter in plan.parameters() {
         *sizes.entry(parameter.info().unit()).or_default() += u128::from(parameter.info().numel());
@@ -265,20 +268,20 @@ fn check_fits(plan: &ShardingPlan, infos: &[ParameterInfo]) -> Result<(), Shardi
             return other(format!("it has no parameter {}", info.name()));
         };
         let planned = plan.parameters()[position].info();
-        let says = |what: &str, planned: &dyn fmt::Debug, expected: &dyn fmt::Debug| {
+        let differs = |what: &str, planned: &dyn fmt::Debug, expected: &dyn fmt::Debug| {
             other(format!("{what} of {} is {planned:?}, not {expected:?}", info.name()))
         };
         if planned.shape() != info.shape() {
-            return says("the shape", &planned.shape(), &info.shape());
+            return differs("the shape", &planned.shape(), &info.shape());
         }
         if planned.dtype() != info.dtype() {
-            return says("the type", &planned.dtype(), &info.dtype());
+            return differs("the type", &planned.dtype(), &info.dtype());
         }
         if planned.unit() != info.unit() {
-            return says("the unit", &planned.unit(), &info.unit());
+            return differs("the unit", &planned.unit(), &info.unit());
         }
         if planned.requires_grad() != info.requires_grad() {
-            return says(
+            return differs(
                 "whether a gradient is required",
                 &planned.requires_grad(),
                 &info.requires_grad(),
@@ -350,7 +353,7 @@ fn build_slot<O>(
         });
     }
     let mut optimizers = Vec::new();
-    for (group, params) in updated_together(model) {
+    for (group, params) in optimizer_params(model) {
         let own: Vec<usize> =
             (0..slot_vars.len()).filter(|&var| params.contains(&slot_vars[var].param)).collect();
         let vars = own.iter().map(|&var| slot_vars[var].var.clone()).collect();
@@ -364,7 +367,7 @@ fn build_slot<O>(
 /// Returns the parameters that each optimizer updates, by index, with their group. An optimizer
 /// updates a whole group, or, inside the backward pass, the parameters of a group that become final
 /// at the same time.
-fn updated_together(model: &Model) -> Vec<(usize, Vec<usize>)> {
+fn optimizer_params(model: &Model) -> Vec<(usize, Vec<usize>)> {
     let Inventory { roles, .. } = &*model.inventory;
     let mut together: BTreeMap<(usize, Vec<&String>), Vec<usize>> = BTreeMap::new();
     for (param, role) in roles.of.iter().enumerate() {
@@ -399,7 +402,7 @@ mod tests {
                 })
                 .collect();
             let plan = Full::default().plan(&infos, WorldSize::new(2).unwrap()).unwrap();
-            over_half(&plan).map(str::to_owned)
+            unit_over_half(&plan).map(str::to_owned)
         };
         assert_eq!(found([2, 4, 2]), None);
         assert_eq!(found([2, 5, 2]).as_deref(), Some("1"));

@@ -9,7 +9,7 @@ use pmap_mesh::Replica;
 use crate::{
     agreement,
     model::slot::{Slot, lock},
-    step::{rules::Rules, update::norm},
+    step::{rules::Rules, update::global_norm},
     units::backward::{ReadyGrads, UpdatesInBackward},
 };
 
@@ -18,11 +18,11 @@ impl<O: Optimizer + Send> UpdatesInBackward for Mutex<Slot<O>> {
         &self,
         ctx: &Replica,
         rules: &Rules,
-        known: &ReadyGrads,
+        ready: &ReadyGrads,
         sums: &mut BTreeMap<usize, Tensor>,
     ) -> Result<()> {
         let mut slot = lock(self);
-        let own = slot.agreed_sums(ctx, rules, known, sums)?;
+        let own = slot.take_agreed_sums(ctx, rules, ready, sums)?;
         slot.is_half_updated = true;
         slot.update(own, 1.0)
     }
@@ -33,45 +33,49 @@ impl<O: Optimizer + Send> UpdatesInBackward for Mutex<Slot<O>> {
 }
 
 impl<O: Optimizer> Slot<O> {
-    /// Returns the sums for this slot's shards of the parameters, after all slots have agreed to
-    /// update them.
-    fn agreed_sums(
+    /// Agrees with all slots to update the `ready` parameters, and takes the sums of this slot's
+    /// shards of these parameters.
+    fn take_agreed_sums(
         &mut self,
         ctx: &Replica,
         rules: &Rules,
-        known: &ReadyGrads,
+        ready: &ReadyGrads,
         sums: &mut BTreeMap<usize, Tensor>,
     ) -> Result<Vec<(usize, Tensor)>> {
-        let used = agreement::any(ctx, &known.used)?;
+        let used = agreement::any(ctx, &ready.used)?;
         // Parameters that are not final yet count as used, so that they are not reported as unused.
-        let mut has_gradient = vec![true; self.squares.len()];
-        known.trained.iter().zip(used).for_each(|(&trained, used)| has_gradient[trained] = used);
+        let mut has_gradient = vec![true; self.squared_norms.len()];
+        ready.trained.iter().zip(used).for_each(|(&trained, used)| has_gradient[trained] = used);
         rules.check_used(&has_gradient)?;
-        let own = self.vars_of(&known.trained);
-        let own = own.into_iter().filter_map(|(var, trained)| {
-            let sum = sums.remove(&var)?;
-            has_gradient[trained].then_some((var, sum))
-        });
-        let own: Vec<(usize, Tensor)> = own.collect();
-        self.agree_on_squares(ctx, rules, &known.trained, &own)?;
-        Ok(own)
+        let mut own_sums = Vec::new();
+        for (var, trained) in self.vars_of(&ready.trained) {
+            if let Some(sum) = sums.remove(&var)
+                && has_gradient[trained]
+            {
+                own_sums.push((var, sum));
+            }
+        }
+        self.agree_on_norms(ctx, rules, &ready.trained, &own_sums)?;
+        Ok(own_sums)
     }
 
-    /// Exchanges the squares of these parameters' sums, and rejects non-finite values.
-    fn agree_on_squares(
+    /// Records the squared norms of the gradients of the parameters `trained`, the same on all
+    /// slots, and rejects non-finite norms. `own_sums` are the sums of this slot's shards.
+    fn agree_on_norms(
         &mut self,
         ctx: &Replica,
         rules: &Rules,
         trained: &[usize],
-        own: &[(usize, Tensor)],
+        own_sums: &[(usize, Tensor)],
     ) -> Result<()> {
-        let here = self.local_squares(own)?;
-        let here: Vec<f64> = trained.iter().map(|&trained| here[trained]).collect();
-        let mut of_these = vec![0.0; self.squares.len()];
-        for (&trained, squares) in trained.iter().zip(agreement::sums(ctx, &here)?) {
-            of_these[trained] = squares;
-            self.squares[trained] = squares;
+        let all_local = self.local_squared_norms(own_sums)?;
+        let local: Vec<f64> = trained.iter().map(|&trained| all_local[trained]).collect();
+        let agreed = agreement::sum_in_rank_order(ctx, &local)?;
+        let mut squared_norms = vec![0.0; self.squared_norms.len()];
+        for (&trained, squared_norm) in trained.iter().zip(agreed) {
+            squared_norms[trained] = squared_norm;
+            self.squared_norms[trained] = squared_norm;
         }
-        norm(rules, &of_these, 1.0).map(drop)
+        global_norm(rules, &squared_norms, 1.0).map(drop)
     }
 }

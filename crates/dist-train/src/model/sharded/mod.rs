@@ -1,5 +1,5 @@
-//! A model with a shard of every parameter on each slot; units are gathered where a loss enters
-//! them.
+//! Models with a shard of every parameter on each slot. A loss gathers the parameters of a unit
+//! when it enters the unit.
 
 mod accumulated;
 pub(crate) mod build;
@@ -24,7 +24,7 @@ use crate::{
         slot::{SharedSlot, lock},
     },
     step::{
-        batch::agree_alone,
+        batch::agree_without_totals,
         rules::{Goal, Report, Rules},
     },
     units::{
@@ -57,7 +57,7 @@ impl Sharded {
     }
 }
 
-/// The sums of a slot, one per variable.
+/// The reduced gradients of a slot, one per variable.
 type SlotSums = Vec<Option<Tensor>>;
 
 /// A batch in progress on the slots.
@@ -67,10 +67,12 @@ pub(crate) struct ShardedPass<'a, O> {
     common: Arc<PassContext>,
     /// The order in which the first slot of this process gathered units.
     order: OnceLock<Order>,
-    entered: OnceLock<Vec<String>>,
-    /// Whether any slot has a gradient of each trained parameter and, below, the sums of this
-    /// process's slots; set by a differentiated batch.
+    /// The units that an update entered.
+    entered_units: OnceLock<Vec<String>>,
+    /// For each trained parameter, whether any slot has a gradient; set by a batch with
+    /// [`Goal::Differentiate`].
     used: OnceLock<Vec<bool>>,
+    /// The reduced gradients of each slot of this process; set like `used`.
     sums: Vec<Mutex<SlotSums>>,
 }
 
@@ -88,7 +90,7 @@ impl<'a, O> ShardedPass<'a, O> {
             slots,
             common: PassContext::new(&layout.model, rules),
             order: OnceLock::new(),
-            entered: OnceLock::new(),
+            entered_units: OnceLock::new(),
             used: OnceLock::new(),
             sums: slots.iter().map(|_| Mutex::default()).collect(),
         })
@@ -98,7 +100,8 @@ impl<'a, O> ShardedPass<'a, O> {
         &self.common.rules
     }
 
-    /// Records state for later batches, or drops accumulated gradients if the batch failed.
+    /// Ends a batch. Drops accumulated gradients after [`Goal::Differentiate`], and after a failed
+    /// accumulation or update. Records the order of units for later batches.
     pub(crate) fn end(&self, is_ok: bool) {
         let model = &self.layout.model;
         let goal = self.rules().goal;
@@ -110,21 +113,22 @@ impl<'a, O> ShardedPass<'a, O> {
         }
         let order = self.order.get().filter(|_| is_ok).cloned();
         model.note_order(goal.differentiates(), order);
-        if let (Goal::Update, true, Some(units)) = (goal, is_ok, self.entered.get()) {
+        if is_ok && let Some(units) = self.entered_units.get() {
             model.note_repeatable(units.clone());
         }
     }
 
-    /// Returns the full gradients of all trained parameters, after a differentiated batch.
-    #[expect(clippy::expect_used, reason = "every replica of a call that succeeded has left it")]
+    /// Returns the full gradients of all trained parameters, after a batch with
+    /// [`Goal::Differentiate`].
+    #[expect(clippy::expect_used, reason = "every replica of a successful call has set the flags")]
     pub(crate) fn gradients(&self) -> Result<Vec<Option<Tensor>>> {
         let Model { vars, inventory, .. } = &*self.layout.model;
         let sums: Vec<SlotSums> =
             self.sums.iter().map(|sums| mem::take(&mut *lock(sums))).collect();
-        let used = self.used.get().cloned().expect("a batch that was differentiated has left it");
+        let used = self.used.get().expect("a differentiated batch has set the used parameters");
         let mut gradients = Vec::with_capacity(used.len());
-        for (param, used) in inventory.roles.trained().into_iter().zip(used) {
-            if !used {
+        for (param, &is_used) in inventory.roles.trained().into_iter().zip(used) {
+            if !is_used {
                 gradients.push(None);
                 continue;
             }
@@ -144,59 +148,62 @@ impl<O: Optimizer + Send + 'static> ShardedPass<'_, O> {
         loss: &mut ShardLossFn<'_, Units>,
     ) -> CandleResult<Option<BatchOutcome>> {
         let slot = &self.slots[ctx.local_index()];
-        let updates = self.layout.model.updates_in_backward && self.rules().goal == Goal::Update;
-        let updates = updates.then(|| Arc::clone(slot) as Arc<dyn UpdatesInBackward>);
+        let goal = self.rules().goal;
+        let updates = (self.layout.model.updates_in_backward && goal == Goal::Update)
+            .then(|| Arc::clone(slot) as Arc<dyn UpdatesInBackward>);
         let session = Session::new(ctx, &self.common, updates)?;
-        let loss = run_loss(&session, loss)?;
-        if !self.rules().goal.differentiates() {
+        let shard_loss = run_loss(&session, loss)?;
+        if !goal.differentiates() {
             session.finish_gathering()?;
         }
-        if self.rules().goal == Goal::Update {
-            self.entered.get_or_init(|| session.entered());
+        if goal == Goal::Update {
+            self.entered_units.get_or_init(|| session.entered_units());
         }
-        let outcome = self.compute(ctx, &session, slot, loss);
-        // Other shard groups may gather in other orders, but they all expect the first slot's
-        // order.
+        let result = self.compute(ctx, &session, slot, shard_loss);
+        // Other shard groups may have gathered units in another order, but all slots expect the
+        // order of the first slot in later batches.
         if ctx.local_index() == 0 {
             self.order.get_or_init(|| session.order());
         }
-        let outcome = self.rules().refusal.outcome(outcome)?;
+        let outcome = self.rules().errors.none_if_agreed(result)?;
         session.abandon()?;
         Ok(outcome)
     }
 
+    /// Evaluates or differentiates the loss of a slot's shard, depending on the goal of the batch.
     fn compute(
         &self,
         ctx: &Replica,
         session: &Session,
         slot: &SharedSlot<O>,
-        loss: Loss<Vec<Tensor>>,
+        shard_loss: Loss<Vec<Tensor>>,
     ) -> CandleResult<BatchOutcome> {
         let rules = self.rules();
         match rules.goal {
             Goal::Evaluate | Goal::Measure => {
                 session.check_order()?;
-                let (loss, aux) = loss.evaluate(ctx, rules.allow_non_finite, &rules.refusal)?;
+                let (loss, aux) =
+                    shard_loss.evaluate(ctx, rules.allow_non_finite, &rules.errors)?;
                 Ok((Report { loss, grad_norm: 0.0 }, aux))
             }
-            Goal::Differentiate => self.differentiate(ctx, session, loss),
+            Goal::Differentiate => self.differentiate(ctx, session, shard_loss),
             Goal::Accumulate | Goal::Update => {
-                let accumulated = &mut *lock(&self.layout.accumulated[ctx.local_index()]);
-                accumulated::train(slot, accumulated, ctx, session, rules, loss)
+                let mut accumulated = lock(&self.layout.accumulated[ctx.local_index()]);
+                accumulated::train(slot, &mut accumulated, ctx, session, rules, shard_loss)
             }
         }
     }
 
-    /// Differentiates the batch, and stores this slot's shard of the gradients.
+    /// Differentiates the batch, and stores the gradients of this slot's shards.
     fn differentiate(
         &self,
         ctx: &Replica,
         session: &Session,
-        loss: Loss<Vec<Tensor>>,
+        shard_loss: Loss<Vec<Tensor>>,
     ) -> CandleResult<BatchOutcome> {
         let rules = self.rules();
         session.check_order()?;
-        let (shard, loss, aux) = agree_alone(ctx, rules, loss)?;
+        let (shard, loss, aux) = agree_without_totals(ctx, rules, shard_loss)?;
         let gradients = session.differentiate(shard, loss.weight(), UnreducedGrads::default())?;
         let used = agreement::any(ctx, &gradients.used)?;
         self.used.get_or_init(|| used);
@@ -215,20 +222,21 @@ fn run_loss(
     loss: &mut ShardLossFn<'_, Units>,
 ) -> CandleResult<Loss<Vec<Tensor>>> {
     let mut run = |session: &Arc<Session>, shard_use| {
-        let loss = loss(&Units::sharded(Arc::clone(session)), shard_use)?;
-        session.check_outside(&loss)?;
-        Ok(loss)
+        let shard_loss = loss(&Units::sharded(Arc::clone(session)), shard_use)?;
+        session.check_outside(&shard_loss)?;
+        Ok(shard_loss)
     };
-    if !session.may_free_unproven() {
+    if !session.may_free_untrained() {
         return run(session, ShardUse::Last);
     }
     match run(session, ShardUse::Repeated) {
         // The loss read a freed parameter of a unit that keeps its graph. candle's error does not
-        // name it, so the loss runs again without freeing parameters to find it. All replicas do
-        // so, because all of them read the same parameter.
+        // name the parameter. So the loss runs again without freeing parameters, and normally fails
+        // with an error that names it. All replicas do so, because all of them read the same
+        // parameter.
         Err(error) if reads_freed_memory(&error) => {
             session.abandon()?;
-            let _unchanged = run(&session.search()?, ShardUse::Last)?;
+            drop(run(&session.search_session()?, ShardUse::Last)?);
             Err(error)
         }
         outcome => outcome,

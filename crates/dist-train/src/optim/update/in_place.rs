@@ -34,8 +34,8 @@ pub(super) fn update<const N: usize, R: Rule<N>>(
     mut opened: Vec<Opened<'_>>,
     grads: Items<'_>,
 ) -> Result<()> {
-    let is_master = opened.len() > N + 1;
-    match opened.pop_if(|_| is_master) {
+    let has_master = opened.len() > N + 1;
+    match opened.pop_if(|_| has_master) {
         None if matches!(opened[0].0, CpuStorage::F64(_)) => {
             UpdateJob::<f64, _, N>::new(opened, (), grads)?.run(rule);
         }
@@ -98,8 +98,8 @@ impl<'a, T: Real, C: RoundedCopy<T>, const N: usize> UpdateJob<'a, T, C, N> {
         let len = self.values.len();
         for first in (0..len).step_by(BLOCK) {
             let block = first..len.min(first + BLOCK);
-            let grads = self.start + block.start..self.start + block.end;
-            let grads = self.grads.read(grads, &mut buffer);
+            let grad_range = self.start + block.start..self.start + block.end;
+            let grads = self.grads.read(grad_range, &mut buffer);
             let values = &mut self.values[block.clone()];
             let states = self.states.each_mut().map(|state| &mut state[block.clone()]);
             self.copy.adopt(block.clone(), values);
@@ -122,11 +122,12 @@ fn apply<T: Real, R: Rule<N>, const N: usize>(
     mut states: [&mut [T]; N],
     grads: &[T],
 ) {
-    let whole = values.len() - values.len() % LANES;
-    let (values, last_values) = values.split_at_mut(whole);
-    let last_states = states.each_mut().map(|state| tail(state, whole));
-    apply_by::<LANES, _, _, _>(rule, values, states, &grads[..whole]);
-    apply_by::<1, _, _, _>(rule, last_values, last_states, &grads[whole..]);
+    // The items in full vectors; the remaining items are updated one by one.
+    let n_full = values.len() - values.len() % LANES;
+    let (values, last_values) = values.split_at_mut(n_full);
+    let last_states = states.each_mut().map(|state| tail(state, n_full));
+    apply_by::<LANES, _, _, _>(rule, values, states, &grads[..n_full]);
+    apply_by::<1, _, _, _>(rule, last_values, last_states, &grads[n_full..]);
 }
 
 /// Updates `L` items together, which the compiler vectorizes. The states are copied, because the

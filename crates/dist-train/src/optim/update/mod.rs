@@ -1,5 +1,5 @@
-//! Updates of variables: in place on the CPU, by candle's operations on other devices, with
-//! identical bits.
+//! Updates of variables: in place on the CPU, and by candle's operations on other devices. Both
+//! give identical bits.
 
 mod in_place;
 pub(super) mod items;
@@ -14,7 +14,7 @@ use self::{
     open::open,
 };
 
-/// An optimizer's update of an item with `N` numbers of state.
+/// The rule by which an optimizer updates an item with `N` numbers of state.
 pub(super) trait Rule<const N: usize>: Sync {
     /// Returns the new value and the new state.
     ///
@@ -91,9 +91,9 @@ impl Variable {
             return Ok(());
         }
         if self.is_updated_in_place() {
-            self.in_place(rule, state, grad)
+            self.update_in_place(rule, state, grad)
         } else {
-            self.composed(rule, state, grad)
+            self.update_by_operations(rule, state, grad)
         }
     }
 
@@ -102,7 +102,7 @@ impl Variable {
         self.var.device().is_cpu() && dtypes.contains(&self.var.dtype())
     }
 
-    fn in_place<const N: usize>(
+    fn update_in_place<const N: usize>(
         &self,
         rule: &impl Rule<N>,
         state: [&Var; N],
@@ -126,7 +126,7 @@ impl Variable {
         open(&opened, &mut |opened| in_place::update(rule, opened, grads))
     }
 
-    fn composed<const N: usize>(
+    fn update_by_operations<const N: usize>(
         &self,
         rule: &impl Rule<N>,
         state: [&Var; N],
@@ -204,8 +204,10 @@ mod tests {
             self.variable.update(&AllOperations, self.state.each_ref(), grad).unwrap();
         }
 
-        fn composed(&self, grad: &Tensor) {
-            self.variable.composed(&AllOperations, self.state.each_ref(), grad).unwrap();
+        fn update_by_operations(&self, grad: &Tensor) {
+            self.variable
+                .update_by_operations(&AllOperations, self.state.each_ref(), grad)
+                .unwrap();
         }
 
         /// Returns the bits of the variable, its master weights and its state.
@@ -243,7 +245,7 @@ mod tests {
                 for step in 0..3 {
                     let grad = numbers(len, step as f32, dtype);
                     updated[0].update(&grad);
-                    updated[1].composed(&grad);
+                    updated[1].update_by_operations(&grad);
                     assert_eq!(updated[0].bits(), updated[1].bits(), "{dtype:?} {len}");
                 }
                 let before = bytes(&numbers(len, 0.1, dtype));
@@ -312,7 +314,7 @@ mod tests {
     #[test]
     fn values_set_from_outside_are_used() {
         for dtype in [DType::F16, DType::BF16] {
-            for update in [UpdatedVariable::update, UpdatedVariable::composed] {
+            for update in [UpdatedVariable::update, UpdatedVariable::update_by_operations] {
                 let (values, grad) = (numbers(50, 0.1, dtype), numbers(50, 0.2, dtype));
                 let updated = UpdatedVariable::new(&numbers(50, 0.7, dtype));
                 updated.variable.var.set(&values).unwrap();

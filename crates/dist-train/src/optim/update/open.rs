@@ -4,16 +4,16 @@ use std::{cell::Cell, ops::Range};
 
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Tensor, bail};
 
-/// A storage, and the range of a tensor's items in it.
+/// A storage, and the range in it that a tensor's items occupy.
 pub(super) type Opened<'a> = (&'a mut CpuStorage, Range<usize>);
 
 /// The operation on the opened storages.
 type Then<'f> = dyn FnMut(Vec<Opened<'_>>) -> Result<()> + 'f;
 
-/// Calls `then` with the storages of `tensors`.
+/// Calls `then` with write access to the storages of `tensors`.
 ///
-/// candle gives write access to one storage at a time, inside an in-place operation, so these
-/// operations are nested.
+/// candle gives write access to one storage at a time, inside an in-place operation, so the
+/// operation on each tensor runs the operation on the next one.
 ///
 /// # Errors
 ///

@@ -218,3 +218,42 @@ fn ambiguous_state_names_are_rejected() {
         );
     }
 }
+
+#[test]
+fn another_optimizer_is_rejected_unchanged() {
+    let mut run = Run::cpu(2);
+    run.steps(0..2);
+    let checkpoint = saved(&run.mesh, &run.model);
+    let builder = DataParallel::builder(&run.mesh, |vb| linear(3, 2, vb));
+    let mut other = builder.build(|group| candle_nn::SGD::new(group.vars, 0.1)).unwrap();
+    let values = |name| other.parameter(name).unwrap().flatten_all().unwrap().to_vec1::<f32>();
+    let before = ["weight", "bias"].map(|name| values(name).unwrap());
+    let error = other.load(&checkpoint).unwrap_err();
+    assert!(matches!(error, Error::Optimizer { .. }), "{error}");
+    assert!(error.to_string().contains("exp_avg"), "{error}");
+    let values = |name| other.parameter(name).unwrap().flatten_all().unwrap().to_vec1::<f32>();
+    assert_eq!(["weight", "bias"].map(|name| values(name).unwrap()), before);
+}
+
+#[test]
+fn integers_are_rejected_unchanged() {
+    let mut run = Run::cpu(2);
+    let mut state = StateDict::new(
+        &run.mesh,
+        BTreeMap::from([("weight".to_owned(), vec![2, 3]), ("bias".to_owned(), vec![2])]),
+    );
+    let integers = |len| Tensor::arange(0_i64, len, &Device::Cpu).unwrap();
+    state.add(0, TensorKey::model("bias", 0), integers(2).to_dtype(DType::F32).unwrap()).unwrap();
+    state.add(0, TensorKey::model("weight", 0), integers(6)).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    checkpoints.save(&run.mesh, 1, &state, &()).unwrap();
+    let before = run.values();
+    let error = run.model.load(&checkpoints.latest().unwrap().unwrap()).unwrap_err();
+    assert!(
+        matches!(&error, Error::Parameter(ParameterError::Conversion { name, .. }) if name == "weight"),
+        "{error}"
+    );
+    assert_eq!(run.values(), before);
+    run.steps(0..1);
+}

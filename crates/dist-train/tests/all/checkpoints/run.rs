@@ -28,10 +28,9 @@ impl Run {
             let var = candle_core::Var::from_tensor(&tensor).unwrap();
             vars.data().lock().unwrap().insert(name.to_owned(), var);
         }
-        let build = |vb: candle_nn::VarBuilder<'_>| linear(3, 2, vb);
         let params = ParamsAdamW { lr: 0.05, ..ParamsAdamW::default() };
-        let builder =
-            DataParallel::builder(&mesh, build).with_variables(&vars).uneven(Uneven::Balanced);
+        let builder = DataParallel::builder(&mesh, |vb| linear(3, 2, vb));
+        let builder = builder.with_variables(&vars).uneven(Uneven::Balanced);
         let builder = if share { builder } else { builder.replicated() };
         let model = builder.build(|group| AdamW::new(group.vars, params.clone())).unwrap();
         Self { mesh, vars, model }
@@ -50,9 +49,8 @@ impl Run {
                 .unwrap();
             let x = x.reshape((12, 3)).unwrap();
             let y = x.narrow(1, 0, 2).unwrap().sqr().unwrap();
-            let batch_loss =
-                |_: &_, model: &Linear, (x, y): (Tensor, Tensor)| mse(&model.forward(&x)?, &y);
-            loss = self.model.step((x, y), batch_loss).unwrap().loss;
+            let step = self.model.step((x, y), |_, model, (x, y)| mse(&model.forward(&x)?, &y));
+            loss = step.unwrap().loss;
         }
         loss
     }

@@ -1,7 +1,7 @@
 //! Accumulated gradients, reduced in every batch or in the last.
 
 use candle_core::{Result, Tensor};
-use candle_nn::{Module, VarBuilder, linear};
+use candle_nn::{Module, linear};
 use dist_train::{Accumulation, FullyShard, Loss, ModelBuilder, Units};
 use pmap_mesh::{DeviceMesh, Replica};
 
@@ -92,15 +92,15 @@ fn units_of_single_batches_are_updated() {
 #[test]
 fn gradients_missing_on_one_slot_are_summed() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let partly = |ctx: &Replica, model: &Units, x: Tensor| {
-        let x = model.unit("0", &x, layer)?;
-        let uses_it = ctx.slot() == 0;
-        let second = move |vb: VarBuilder<'_>, x: &Tensor| {
-            if uses_it { linear(3, 3, vb)?.forward(x) } else { x.tanh() }
+    let partly =
+        |ctx: &Replica, model: &Units, x: Tensor| {
+            let x = model.unit("0", &x, layer)?;
+            let uses_it = ctx.slot() == 0;
+            let x = model.unit("1", &x, move |vb, x| {
+                if uses_it { linear(3, 3, vb)?.forward(x) } else { x.tanh() }
+            })?;
+            model.unit("2", &x, layer)?.sqr()?.mean_all()
         };
-        let x = model.unit("1", &x, second)?;
-        model.unit("2", &x, layer)?.sqr()?.mean_all()
-    };
     check_accumulated(&mesh, partly, &["0", "2"]);
 }
 
@@ -162,8 +162,7 @@ fn failed_step_discards_accumulated_gradients() {
     let (mut expected, mut found) = (build(), build());
     let all = || through(&["0", "1", "2"]);
     found.accumulate(input(2), all()).unwrap();
-    let infinite = |ctx: &Replica, model: &Units, x: Tensor| all()(ctx, model, x)? * f64::NAN;
-    found.step(input(2), infinite).unwrap_err();
+    found.step(input(2), |ctx, model, x| all()(ctx, model, x)? * f64::NAN).unwrap_err();
     for _ in 0..2 {
         let expected = expected.step(input(2), all()).unwrap().loss;
         assert_eq!(found.step(input(2), all()).unwrap().loss.to_bits(), expected.to_bits());

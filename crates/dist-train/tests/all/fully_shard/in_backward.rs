@@ -43,8 +43,8 @@ fn candles_adam(group: Group) -> Result<candle_nn::AdamW> {
 }
 
 fn values<O: Optimizer>(model: &DistributedModel<Units, O>) -> Vec<Vec<f32>> {
-    let value = |name: String| model.parameter(&name).unwrap().flatten_all().unwrap().to_vec1();
-    (0..3).map(|layer| value(format!("{layer}.weight")).unwrap()).collect()
+    let weights = (0..3).map(|layer| model.parameter(&format!("{layer}.weight")).unwrap());
+    weights.map(|weight| weight.flatten_all().unwrap().to_vec1().unwrap()).collect()
 }
 
 /// Returns a loss that runs the layers in order, and skips the second if `step` is odd.
@@ -80,23 +80,22 @@ fn every_optimizer_counts_every_step() {
     }
 }
 
+/// Two units have parameter `0`, and one of them is entered twice.
+fn shared(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
+    let first = |vb: VarBuilder<'_>, x: &Tensor| linear(3, 3, vb.pp("0"))?.forward(x)?.tanh();
+    let x = model.unit("first", &x, first)?;
+    let x = model.unit("both", &x, |vb, x| {
+        linear(3, 3, vb.pp("0"))?.forward(&linear(3, 3, vb.pp("1"))?.forward(x)?.tanh()?)
+    })?;
+    let x = model.unit("2", &x, |vb, x| linear(3, 3, vb)?.forward(x))?;
+    // This result is not used, so it adds no gradients.
+    model.unit("2", &x, |vb, x| linear(3, 3, vb)?.forward(x))?;
+    model.unit("first", &x, first)?.sqr()?.mean_all()
+}
+
 #[test]
 fn shared_parameters_are_updated_last() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    // Two units have parameter `0`, and one of them is entered twice.
-    let rules = || UnitRules::new().unit("first", ["0"]).unit("both", ["0", "1"]);
-    let shared = |_: &Replica, model: &Units, x: Tensor| {
-        let first = |vb: VarBuilder<'_>, x: &Tensor| linear(3, 3, vb.pp("0"))?.forward(x)?.tanh();
-        let x = model.unit("first", &x, first)?;
-        let both = |vb: VarBuilder<'_>, x: &Tensor| {
-            linear(3, 3, vb.pp("0"))?.forward(&linear(3, 3, vb.pp("1"))?.forward(x)?.tanh()?)
-        };
-        let x = model.unit("both", &x, both)?;
-        let x = model.unit("2", &x, |vb, x| linear(3, 3, vb)?.forward(x))?;
-        // This result is not used, so it adds no gradients.
-        model.unit("2", &x, |vb, x| linear(3, 3, vb)?.forward(x))?;
-        model.unit("first", &x, first)?.sqr()?.mean_all()
-    };
     let trained = |builder: ModelBuilder<'_, Units>| {
         let mut model = builder.build(adam).unwrap();
         let losses: Vec<u64> =
@@ -104,7 +103,10 @@ fn shared_parameters_are_updated_last() {
         (losses, values(&model))
     };
     for keep in KEEPS {
-        let builder = || FullyShard::builder(&mesh, layers::<3>).by_units(rules()).keep(keep);
+        let builder = || {
+            let rules = UnitRules::new().unit("first", ["0"]).unit("both", ["0", "1"]);
+            FullyShard::builder(&mesh, layers::<3>).by_units(rules).keep(keep)
+        };
         let expected = trained(builder());
         assert_eq!(trained(builder().optimizer_in_backward()), expected, "{keep:?}");
     }
@@ -155,8 +157,8 @@ fn partial_update_requires_a_load() {
     assert!(error.contains("unit 2, backward pass"), "{error}");
     assert_eq!(values(&model), before);
     let infinite =
-        |ctx: &Replica, model: &Units, x: Tensor| alternating(0)(ctx, model, x)? * f64::INFINITY;
-    assert!(matches!(refused(model.step(input(6), infinite)), TrainingError::NonFiniteLoss { .. }));
+        model.step(input(6), |ctx, model, x| alternating(0)(ctx, model, x)? * f64::INFINITY);
+    assert!(matches!(refused(infinite), TrainingError::NonFiniteLoss { .. }));
     assert_eq!(values(&model), before);
 
     let error = model.step(input(6), failing("0")).unwrap_err().to_string();
@@ -216,12 +218,12 @@ fn unused_parameters_stay_unchanged() {
     let mut model = builder.optimizer_in_backward().build(adam).unwrap();
     let bias = |model: &DistributedModel<Units, AdamW>| bits(&model.parameter("1.bias").unwrap());
     let before = bias(&model);
-    let without_bias = |_: &Replica, model: &Units, x: Tensor| {
+    let without_bias = model.step(input(6), |_: &Replica, model: &Units, x| {
         let x = model.unit("0", &x, layer)?;
         let x = model.unit("1", &x, |vb, x| candle_nn::linear_no_bias(3, 3, vb)?.forward(x))?;
         model.unit("2", &x, layer)?.sqr()?.mean_all()
-    };
-    model.step(input(6), without_bias).unwrap();
+    });
+    without_bias.unwrap();
     // Weight decay skips it too.
     assert_eq!(bias(&model), before);
     model.step(input(6), alternating(0)).unwrap();

@@ -3,7 +3,6 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{Result, Tensor};
-use candle_nn::VarBuilder;
 use dist_train::{Error, FullyShard, Keep, Units};
 use fsdp_plan::strategy::{Full, Hsdp};
 use pmap_mesh::{DeviceMesh, Replica};
@@ -18,53 +17,53 @@ fn tied(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
         Ok((layer(vb, x)?, weight.clone(), weight.t()?.narrow(0, 1, 1)?))
     })?;
     let x = model.unit("1", &x, layer)?;
-    let last = |vb: VarBuilder<'_>, (x, weight, row): &(Tensor, Tensor, Tensor)| {
+    let y = model.unit("2", &(x, weight, row), |vb, (x, weight, row)| {
         layer(vb, x)?.matmul(weight)?.broadcast_mul(row)
-    };
-    model.unit("2", &(x, weight, row), last)?.sqr()?.mean_all()
+    })?;
+    y.sqr()?.mean_all()
 }
 
 #[test]
 fn returned_parameters_work_in_other_units() {
     for slots in 1..4 {
         let mesh = DeviceMesh::cpu(slots).unwrap();
-        let trained = |keep| {
+        let [expected, graph, gathered] = KEEPS.map(|keep| {
             let mut model = FullyShard::builder(&mesh, layers::<3>).keep(keep).build(adam).unwrap();
             let losses: Vec<u64> =
                 (0..5).map(|_| model.step(input(12), tied).unwrap().loss.to_bits()).collect();
             (losses, bits(&model.parameter("0.weight").unwrap()))
-        };
-        let [expected, graph, gathered] = KEEPS.map(trained);
+        });
         assert_eq!(graph, expected, "{slots} slots");
         assert_eq!(gathered, expected, "{slots} slots");
+    }
+}
+
+/// Returns a loss that reads the first unit's weight after `n_before` other units.
+fn smuggling(n_before: usize) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
+    move |_, model, mut x| {
+        let door: Arc<Mutex<Option<Tensor>>> = Arc::default();
+        let into = Arc::clone(&door);
+        x = model.unit("0", &x, move |vb, x| {
+            let weight = vb.get((3, 3), "weight")?.detach();
+            *into.lock().unwrap_or_else(PoisonError::into_inner) = Some(weight);
+            layer(vb, x)
+        })?;
+        // Once the second unit is entered, all slots have left the first.
+        for unit in 1..=n_before {
+            x = model.unit(&unit.to_string(), &x, layer)?;
+        }
+        let weight = door.lock().unwrap().take().unwrap();
+        for unit in n_before + 1..3 {
+            let weight = weight.clone();
+            x = model.unit(&unit.to_string(), &x, move |vb, x| layer(vb, &x.matmul(&weight)?))?;
+        }
+        if n_before == 2 { x.matmul(&weight)?.sqr()?.mean_all() } else { x.sqr()?.mean_all() }
     }
 }
 
 #[test]
 fn freed_parameters_cannot_be_read() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let smuggling = |n_before: usize| {
-        move |_: &Replica, model: &Units, mut x: Tensor| {
-            let door: Arc<Mutex<Option<Tensor>>> = Arc::default();
-            let into = Arc::clone(&door);
-            x = model.unit("0", &x, move |vb, x| {
-                let weight = vb.get((3, 3), "weight")?.detach();
-                *into.lock().unwrap_or_else(PoisonError::into_inner) = Some(weight);
-                layer(vb, x)
-            })?;
-            // Once the second unit is entered, all slots have left the first.
-            for unit in 1..=n_before {
-                x = model.unit(&unit.to_string(), &x, layer)?;
-            }
-            let weight = door.lock().unwrap().take().unwrap();
-            for unit in n_before + 1..3 {
-                let weight = weight.clone();
-                x = model
-                    .unit(&unit.to_string(), &x, move |vb, x| layer(vb, &x.matmul(&weight)?))?;
-            }
-            if n_before == 2 { x.matmul(&weight)?.sqr()?.mean_all() } else { x.sqr()?.mean_all() }
-        }
-    };
     for n_before in [1, 2] {
         let build =
             || FullyShard::builder(&mesh, layers::<3>).keep(Keep::Graph).build(adam).unwrap();
@@ -84,12 +83,11 @@ fn freed_parameters_cannot_be_read() {
 #[test]
 fn every_keep_agrees_in_groups() {
     let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
-    let trained = |keep| {
+    let [expected, graph, gathered] = KEEPS.map(|keep| {
         let strategy = Hsdp::new(Full::default(), 2);
         let model = sharded(&mesh).strategy(strategy).keep(keep).build(adam).unwrap();
         train(model, 8, 6)
-    };
-    let [expected, graph, gathered] = KEEPS.map(trained);
+    });
     assert_eq!(graph, expected);
     assert_eq!(gathered, expected);
 }

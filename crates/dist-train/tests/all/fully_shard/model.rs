@@ -160,6 +160,16 @@ pub(crate) fn strategies() -> Vec<(&'static str, Box<dyn ShardingStrategy>)> {
     ]
 }
 
+/// Enters units `first` and `both` of two layers, which share the first layer.
+pub(crate) fn tied(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
+    let x = model.unit("first", &x, |vb, x| linear(3, 3, vb.pp("0"))?.forward(x)?.tanh())?;
+    let x = model.unit("both", &x, |vb, x| {
+        let x = linear(3, 3, vb.pp("1"))?.forward(x)?.tanh()?;
+        linear(3, 3, vb.pp("0"))?.forward(&x)
+    })?;
+    x.sqr()?.mean_all()
+}
+
 /// The bits of all losses and of the parameters after training.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Trained {
@@ -175,11 +185,11 @@ pub(crate) fn names() -> Vec<String> {
 
 pub(crate) fn parameters(model: &DistributedModel<Units, AdamW>) -> BTreeMap<String, Vec<u32>> {
     let mut parameters = BTreeMap::new();
-    let insert = |name: &str, whole: Tensor| {
+    let outcome = model.for_each_parameter(|name, whole| {
         parameters.insert(name.to_owned(), bits(&whole));
         Ok::<_, dist_train::Error>(())
-    };
-    model.for_each_parameter(insert).unwrap();
+    });
+    outcome.unwrap();
     assert_eq!(parameters.len(), names().len());
     parameters
 }

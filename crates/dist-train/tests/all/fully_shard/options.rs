@@ -3,11 +3,13 @@
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::{Module, Optimizer, VarBuilder, linear};
+use candle_nn::Optimizer;
 use dist_train::{DataParallel, FullyShard, Group, Keep, Loss, ParamsSgd, Sgd, UnitRules, Units};
 use pmap_mesh::{DeviceMesh, Replica, Uneven};
 
-use super::model::{KEEPS, adam, batch, data_parallel, loss, names, parameters, sharded, train};
+use super::model::{
+    KEEPS, adam, batch, data_parallel, loss, names, parameters, sharded, tied, train,
+};
 use crate::support::{assert_same, bits, layer, layers};
 
 /// Asserts that parameters are equal up to rounding.
@@ -179,14 +181,6 @@ fn tied_units_agree_to_rounding() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     // The second unit contains both layers.
     let rules = || UnitRules::new().unit("first", ["0"]).unit("both", ["0", "1"]);
-    let tied = |_: &Replica, model: &Units, x: Tensor| {
-        let x = model.unit("first", &x, |vb, x| linear(3, 3, vb.pp("0"))?.forward(x)?.tanh())?;
-        let both = |vb: VarBuilder<'_>, x: &Tensor| {
-            let x = linear(3, 3, vb.pp("1"))?.forward(x)?.tanh()?;
-            linear(3, 3, vb.pp("0"))?.forward(&x)
-        };
-        model.unit("both", &x, both)?.sqr()?.mean_all()
-    };
     let x = Tensor::arange(0_f32, 12., &Device::Cpu).unwrap().sin().unwrap();
     let x = x.reshape((4, 3)).unwrap();
     let mut expected =

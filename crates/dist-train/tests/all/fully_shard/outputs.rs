@@ -14,13 +14,12 @@ const UNITS: usize = 3;
 
 /// Passes a value and a residual from unit to unit.
 fn pairs(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
-    let block = |vb: VarBuilder<'_>, (x, residual): &(Tensor, Tensor)| {
-        let residual = (residual + x)?;
-        Ok((linear(3, 3, vb)?.forward(&residual)?.tanh()?, residual))
-    };
     let mut pair = (x.zeros_like()?, x);
     for unit in 0..UNITS {
-        pair = model.unit(&unit.to_string(), &pair, block)?;
+        pair = model.unit(&unit.to_string(), &pair, |vb, (x, residual)| {
+            let residual = (residual + x)?;
+            Ok((linear(3, 3, vb)?.forward(&residual)?.tanh()?, residual))
+        })?;
     }
     (pair.0 + pair.1)?.sqr()?.mean_all()
 }
@@ -87,15 +86,15 @@ fn unrepeatable_unused_output_is_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model =
         FullyShard::builder(&mesh, layers::<3>).allow_unused(["1", "2"]).build(adam).unwrap();
-    let random = |_: &Replica, model: &Units, x: Tensor| {
+    let random = model.step(input(6), |_: &Replica, model: &Units, x| {
         let (y, _noise) = model.unit("0", &x, |vb, x| {
             let y = linear(3, 3, vb)?.forward(x)?;
             let noise = y.rand_like(0., 1.)?;
             Ok((y, noise))
         })?;
         y.sqr()?.mean_all()
-    };
-    let error = model.step(input(6), random).unwrap_err();
+    });
+    let error = random.unwrap_err();
     let expected = TrainingError::NotRepeatable { unit: "0".to_owned() };
     assert!(matches!(&error, dist_train::Error::Training(found) if *found == expected), "{error}");
 }

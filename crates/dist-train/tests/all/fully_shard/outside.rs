@@ -119,25 +119,26 @@ fn detached_parameters_may_leak() {
 }
 
 /// A cached layer uses the parameters of an earlier pass.
+fn cached(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
+    let made: Arc<Mutex<Option<candle_nn::Linear>>> = Arc::default();
+    let twice = move |vb: VarBuilder<'_>, x: &Tensor| {
+        let mut made = made.lock().unwrap();
+        let layer = match made.take() {
+            Some(layer) => layer,
+            None => linear(3, 3, vb)?,
+        };
+        *made = Some(layer.clone());
+        layer.forward(x)
+    };
+    let x = model.unit("0", &x, layer)?;
+    let x = model.unit("1", &x, twice.clone())?;
+    let x = model.unit("1", &x, twice)?;
+    model.unit("2", &x, layer)?.sqr()?.mean_all()
+}
+
 #[test]
 fn cached_layers_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let cached = |_: &Replica, model: &Units, x: Tensor| {
-        let made: Arc<Mutex<Option<candle_nn::Linear>>> = Arc::default();
-        let twice = move |vb: VarBuilder<'_>, x: &Tensor| {
-            let mut made = made.lock().unwrap();
-            let layer = match made.take() {
-                Some(layer) => layer,
-                None => linear(3, 3, vb)?,
-            };
-            *made = Some(layer.clone());
-            layer.forward(x)
-        };
-        let x = model.unit("0", &x, layer)?;
-        let x = model.unit("1", &x, twice.clone())?;
-        let x = model.unit("1", &x, twice)?;
-        model.unit("2", &x, layer)?.sqr()?.mean_all()
-    };
     for keep in KEEPS {
         let outcome = build(&mesh, keep).step(input(6), cached);
         let Err(Error::Training(TrainingError::ParameterOutsideUnit { unit, .. })) = outcome else {

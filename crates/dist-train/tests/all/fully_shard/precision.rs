@@ -54,8 +54,9 @@ fn losses(model: &mut DistributedModel<Units, AdamW>, steps: Range<usize>) -> Ve
 
 /// Returns the bits of all parameters rounded to bf16.
 fn rounded(model: &DistributedModel<Units, AdamW>) -> Vec<Vec<u32>> {
-    let half = |whole: Tensor| whole.to_dtype(DType::BF16)?.to_dtype(DType::F32);
-    model.parameters().unwrap().into_values().map(|whole| bits(&half(whole).unwrap())).collect()
+    let halves =
+        model.parameters().unwrap().into_values().map(|x| x.to_dtype(DType::BF16).unwrap());
+    halves.map(|half| bits(&half.to_dtype(DType::F32).unwrap())).collect()
 }
 
 #[test]
@@ -148,10 +149,9 @@ fn rounded_copies_follow_the_callers_variables() {
     for var in vars.data().lock().unwrap().values() {
         var.set(&var.zeros_like().unwrap()).unwrap();
     }
-    let zeros = |declared: &Declared, items: Range<usize>| {
-        Tensor::zeros(items.len(), declared.dtype, &Device::Cpu)
-    };
-    let mut expected = mixed(data_parallel(&mesh)).init_with(zeros).build(adam).unwrap();
+    let builder = mixed(data_parallel(&mesh))
+        .init_with(|declared, items| Tensor::zeros(items.len(), declared.dtype, &Device::Cpu));
+    let mut expected = builder.build(adam).unwrap();
     assert_eq!(losses(&mut model, 0..0), losses(&mut expected, 0..0));
 }
 

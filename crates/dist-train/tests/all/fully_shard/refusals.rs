@@ -85,14 +85,14 @@ fn ignored_unit_errors_are_harmless() {
     let evaluated = expected.evaluate(input(4), &whole).unwrap().loss;
     assert_eq!(found.evaluate(input(4), trying).unwrap().loss.to_bits(), evaluated.to_bits());
     // The reported error is the one that ends the step, not the ignored one.
-    let infinite = |ctx: &Replica, model: &Units, x: Tensor| trying(ctx, model, x)? * f64::INFINITY;
-    let error = refused(found.step(input(4), infinite));
+    let infinite = found.step(input(4), |ctx, model, x| trying(ctx, model, x)? * f64::INFINITY);
+    let error = refused(infinite);
     assert!(matches!(error, TrainingError::NonFiniteLoss { slot: 0, .. }), "{error}");
-    let failing = |ctx: &Replica, model: &Units, x: Tensor| {
+    let failing = found.step(input(4), |ctx, model, x| {
         trying(ctx, model, x)?;
         Err::<Tensor, _>(candle_core::Error::msg("no such file"))
-    };
-    let error = found.step(input(4), failing).unwrap_err();
+    });
+    let error = failing.unwrap_err();
     assert!(error.to_string().contains("no such file"), "{error}");
 }
 
@@ -106,15 +106,17 @@ fn second(
     }
 }
 
+/// Enters only the first of two units.
+fn first_unit(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
+    model.unit("0", &x, |vb, x| linear(3, 3, vb)?.forward(x))?.sqr()?.mean_all()
+}
+
 #[test]
 fn skipped_units_must_be_allowed() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let unused = second(|vb, x| linear_no_bias(3, 3, vb)?.forward(x));
-    let not_entered = |_: &Replica, model: &Units, x: Tensor| {
-        model.unit("0", &x, |vb, x| linear(3, 3, vb)?.forward(x))?.sqr()?.mean_all()
-    };
     let build = || FullyShard::builder(&mesh, layers::<2>);
-    let error = refused(build().build(adam).unwrap().step(input(4), not_entered));
+    let error = refused(build().build(adam).unwrap().step(input(4), first_unit));
     let parameters = vec!["1.bias".to_owned(), "1.weight".to_owned()];
     assert_eq!(error, TrainingError::NotEntered { unit: "1".to_owned(), parameters });
 
@@ -125,7 +127,7 @@ fn skipped_units_must_be_allowed() {
         })
     };
     let before = values(&model);
-    model.step(input(4), not_entered).unwrap();
+    model.step(input(4), first_unit).unwrap();
     let after = values(&model);
     assert_ne!(after[0], before[0]);
     // Weight decay skips them too.
@@ -135,17 +137,19 @@ fn skipped_units_must_be_allowed() {
     assert_eq!(values(&model)[1], before[1]);
 }
 
+/// Declares two blocks of a norm and a layer.
+fn normed_blocks(vb: VarBuilder<'_>) -> Result<()> {
+    (0..2).try_for_each(|block| {
+        rms_norm(3, 1e-5, vb.pp(block).pp("norm"))?;
+        linear(3, 3, vb.pp(block).pp("out")).map(drop)
+    })
+}
+
 /// The residual passes a gradient to earlier units, so only missing parameter gradients show the
 /// fault.
 #[test]
 fn missing_backward_names_the_parameters() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let build = |vb: VarBuilder<'_>| {
-        (0..2).try_for_each(|block| {
-            rms_norm(3, 1e-5, vb.pp(block).pp("norm"))?;
-            linear(3, 3, vb.pp(block).pp("out")).map(drop)
-        })
-    };
     let by = |norm: fn(&RmsNorm, &Tensor) -> Result<Tensor>| {
         move |_: &Replica, model: &Units, mut x: Tensor| {
             for block in ["0", "1"] {
@@ -158,12 +162,25 @@ fn missing_backward_names_the_parameters() {
         }
     };
     for keep in KEEPS {
-        let model = || FullyShard::builder(&mesh, build).keep(keep).build(adam).unwrap();
+        let model = || FullyShard::builder(&mesh, normed_blocks).keep(keep).build(adam).unwrap();
         let error = refused(model().step(input(4), by(Module::forward)));
         let missing = vec!["0.norm.weight".to_owned(), "1.norm.weight".to_owned()];
         assert_eq!(error, TrainingError::NoGradient { missing, trained: 6 });
         model().step(input(4), by(RmsNorm::forward_diff)).unwrap();
     }
+}
+
+/// Masks the second unit with random numbers of a seed that the replica draws.
+fn masked(ctx: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
+    let drawn = ctx.rng().uniform(())?.to_scalar::<f32>()?;
+    let seed = Seed::new(drawn.to_bits().into());
+    let x = model.unit("0", &x, |vb, x| linear(3, 3, vb)?.forward(x))?;
+    let x = model.unit("1", &x, move |vb, x| {
+        let mask: Vec<f32> =
+            (0..x.elem_count() as u64).map(|n| (seed.derive(n).as_u64() % 2) as f32).collect();
+        linear(3, 3, vb)?.forward(x)? * Tensor::from_vec(mask, x.shape(), x.device())?
+    })?;
+    x.sqr()?.mean_all()
 }
 
 #[test]
@@ -181,20 +198,9 @@ fn unrepeatable_units_are_named() {
         keeping.build(adam).unwrap().step(input(4), &dropping).unwrap();
     }
 
-    let with_keys = |ctx: &Replica, model: &Units, x: Tensor| {
-        let drawn = ctx.rng().uniform(())?.to_scalar::<f32>()?;
-        let seed = Seed::new(drawn.to_bits().into());
-        let x = model.unit("0", &x, |vb, x| linear(3, 3, vb)?.forward(x))?;
-        let drop = move |vb: VarBuilder<'_>, x: &Tensor| {
-            let mask: Vec<f32> =
-                (0..x.elem_count() as u64).map(|n| (seed.derive(n).as_u64() % 2) as f32).collect();
-            linear(3, 3, vb)?.forward(x)? * Tensor::from_vec(mask, x.shape(), x.device())?
-        };
-        model.unit("1", &x, drop)?.sqr()?.mean_all()
-    };
     let losses = |keep| {
         let mut model = FullyShard::builder(&mesh, layers::<2>).keep(keep).build(adam).unwrap();
-        [0, 1, 2].map(|_| model.step(input(4), with_keys).unwrap().loss.to_bits())
+        [0, 1, 2].map(|_| model.step(input(4), masked).unwrap().loss.to_bits())
     };
     assert_eq!(losses(Keep::Inputs), losses(Keep::Graph));
     assert_eq!(losses(Keep::Inputs), losses(Keep::Gathered));
@@ -258,14 +264,14 @@ fn captured_tensors_are_rejected() {
 fn differentiating_losses_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
-    let penalized = |ctx: &Replica, model: &Units, x: Tensor| {
+    let penalized = model.step(input(4), |ctx: &Replica, model: &Units, x| {
         let loss = second(|vb, x| linear(3, 3, vb)?.forward(x))(ctx, model, x)?;
         loss.backward()?;
         Ok(loss)
-    };
+    });
     let how = "by the loss itself";
     let expected = TrainingError::Differentiated { unit: "1".to_owned(), how };
-    assert_eq!(refused(model.step(input(4), penalized)), expected);
+    assert_eq!(refused(penalized), expected);
     model.step(input(4), second(|vb, x| linear(3, 3, vb)?.forward(x))).unwrap();
 }
 
@@ -276,33 +282,32 @@ fn replicated_units_need_one_order() {
     let replicated = Hybrid::default().with_rule("**", Choice::Replicate).unwrap();
     let builder = FullyShard::builder(&mesh, layers::<2>).strategy(replicated);
     let mut model = builder.allow_unused(["**"]).build(adam).unwrap();
-    let experts = |ctx: &Replica, model: &Units, x: Tensor| {
+    let experts = model.step(input(4), |ctx: &Replica, model: &Units, x| {
         let expert = ["0", "1"][ctx.slot()];
         model.unit(expert, &x, |vb, x| linear(3, 3, vb)?.forward(x))?.sqr()?.mean_all()
-    };
-    let error = model.step(input(4), experts).unwrap_err();
+    });
+    let error = experts.unwrap_err();
     let is_mismatch = matches!(
         &error,
         Error::Mesh(pmap_mesh::Error::Collective(CollectiveError::Mismatch { .. }))
     );
     assert!(is_mismatch, "{error}");
-    let alike = |_: &Replica, model: &Units, x: Tensor| {
-        model.unit("0", &x, |vb, x| linear(3, 3, vb)?.forward(x))?.sqr()?.mean_all()
-    };
-    model.step(input(4), alike).unwrap();
+    model.step(input(4), first_unit).unwrap();
 }
 
 #[test]
 fn order_mismatch_names_both_units() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
-    let in_order = |ctx: &Replica, model: &Units, x: Tensor| {
-        let order = if ctx.slot() == 1 { ["1", "0"] } else { ["0", "1"] };
-        let enter = |x, unit| model.unit(unit, &x, |vb, x| linear(3, 3, vb)?.forward(x));
-        order.into_iter().try_fold(x, enter)?.sqr()?.mean_all()
-    };
     let x = Tensor::ones((6, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
-    let error = model.step(x.clone(), in_order).unwrap_err();
+    let in_order = model.step(x.clone(), |ctx: &Replica, model: &Units, mut x| {
+        let order = if ctx.slot() == 1 { ["1", "0"] } else { ["0", "1"] };
+        for unit in order {
+            x = model.unit(unit, &x, |vb, x| linear(3, 3, vb)?.forward(x))?;
+        }
+        x.sqr()?.mean_all()
+    });
+    let error = in_order.unwrap_err();
     let Error::Mesh(pmap_mesh::Error::Collective(CollectiveError::Mismatch {
         left_call,
         right_call,

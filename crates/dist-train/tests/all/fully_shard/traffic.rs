@@ -3,20 +3,19 @@
 use std::iter;
 
 use candle_core::{DType, Device, Tensor};
-use candle_nn::{Module, VarBuilder, linear};
 use core_types::{Placement, Rank, WorldSize};
-use dist_train::{FullyShard, UnitRules, Units};
+use dist_train::{FullyShard, UnitRules};
 use fsdp_plan::{
     cost::{CostModel, Runtime},
     strategy::{Hsdp, ShardingStrategy},
     support::{Calls, HandedOver, Schedule},
 };
 use pmap_mesh::{
-    DeviceMesh, Replica,
+    DeviceMesh,
     support::{Tally, Traffic},
 };
 
-use super::model::{KEEPS, adam, batch, loss, sharded, strategies};
+use super::model::{KEEPS, adam, batch, loss, sharded, strategies, tied};
 use crate::support::layers;
 
 fn candle() -> CostModel {
@@ -146,16 +145,8 @@ fn tied_parameters_are_sent_twice() {
     let builder = FullyShard::builder(&mesh, layers::<2>).by_units(rules).dtype(DType::BF16);
     let mut model = builder.build(adam).unwrap();
     let x = Tensor::ones((6, 3), DType::BF16, &Device::Cpu).unwrap();
-    let loss = |_: &Replica, model: &Units, x: Tensor| {
-        let x = model.unit("first", &x, |vb, x| linear(3, 3, vb.pp("0"))?.forward(x)?.tanh())?;
-        let both = |vb: VarBuilder<'_>, x: &Tensor| {
-            let x = linear(3, 3, vb.pp("1"))?.forward(x)?.tanh()?;
-            linear(3, 3, vb.pp("0"))?.forward(&x)
-        };
-        model.unit("both", &x, both)?.sqr()?.mean_all()
-    };
     let before = mesh.traffic();
-    model.step(x, loss).unwrap();
+    model.step(x, tied).unwrap();
     let step = difference(mesh.traffic(), before);
 
     let plan = model.plan().unwrap();

@@ -12,9 +12,8 @@ use super::{BLOCKS, batch, block, lora, loss, loss_by_units, model, sgd, sharded
 use crate::support::saved;
 
 fn names(folder: &Path) -> Vec<String> {
-    let name = |entry: fs::DirEntry| entry.file_name().into_string().unwrap();
-    let mut names: Vec<_> =
-        fs::read_dir(folder).unwrap().map(|entry| name(entry.unwrap())).collect();
+    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut names: Vec<_> = entries.map(|name| name.into_string().unwrap()).collect();
     names.sort();
     names
 }
@@ -32,10 +31,10 @@ fn plain_loss(folder: &Path, x: Tensor) -> f64 {
     let mesh = DeviceMesh::cpu(1).unwrap();
     let builder = DataParallel::builder(&mesh, model).by_units(UnitRules::new());
     let mut model = builder.dtype(DType::F64).weights(folder).build(sgd).unwrap();
-    let by_units = |_: &Replica, model: &Units, x: Tensor| {
+    let evaluated = model.evaluate(x, |_: &Replica, model: &Units, x| {
         loss(&(0..BLOCKS).try_fold(x, |x, n| model.unit(&format!("h.{n}"), &x, block))?)
-    };
-    model.evaluate(x, by_units).unwrap().loss
+    });
+    evaluated.unwrap().loss
 }
 
 #[test]
@@ -89,14 +88,13 @@ fn bf16_weights_merge_in_f32() {
     let mesh = DeviceMesh::cpu(1).unwrap();
     // bf16 would round this alpha to 1.
     let lora = Lora::new(["q"], 1, 1.001_953_125).unwrap();
-    let value = |declared: &dist_train::Declared, items: std::ops::Range<usize>| {
+    let model = DataParallel::builder(&mesh, |vb| lora.linear_no_bias(2, 2, vb.pp("q")));
+    let model = model.dtype(DType::BF16).init_with(|declared, items| {
         // The sum adds slightly more than half the distance from 1 to the next bf16 number.
         let value = if declared.name == "q.weight" { 1.0 } else { 0.0625 };
         Tensor::full(value, items.len(), &Device::Cpu)?.to_dtype(declared.dtype)
-    };
-    let model = DataParallel::builder(&mesh, |vb| lora.linear_no_bias(2, 2, vb.pp("q")));
-    let model = model.dtype(DType::BF16).init_with(value).train_only(Lora::PATTERNS);
-    let model = model.build(sgd).unwrap();
+    });
+    let model = model.train_only(Lora::PATTERNS).build(sgd).unwrap();
     let folder = tempfile::tempdir().unwrap();
     model.save_pretrained(folder.path(), lora.merged()).unwrap();
     let merged = tensors(&folder.path().join("model.safetensors"));

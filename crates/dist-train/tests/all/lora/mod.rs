@@ -37,9 +37,11 @@ pub(crate) fn loss_by_units(
     lora: &Lora,
 ) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Clone + Send + Sync + 'static {
     let block = lora.unit(block);
-    move |_: &Replica, model: &Units, x: Tensor| {
-        let unit = |x, n: usize| model.unit(&format!("h.{n}"), &x, block.clone());
-        loss(&(0..BLOCKS).try_fold(x, unit)?)
+    move |_: &Replica, model: &Units, mut x: Tensor| {
+        for n in 0..BLOCKS {
+            x = model.unit(&format!("h.{n}"), &x, block.clone())?;
+        }
+        loss(&x)
     }
 }
 

@@ -20,10 +20,9 @@ type Outcome = (Vec<f64>, NamedValues);
 
 /// Trains on one device with candle's operations.
 fn naive(start: &NamedValues, scale: f64) -> Result<Outcome> {
-    let is_trained = |name: &String| name.contains("lora_");
     let vars: BTreeMap<&String, Var> = start
         .iter()
-        .filter(|(name, _)| is_trained(name))
+        .filter(|(name, _)| name.contains("lora_"))
         .map(|(name, value)| Ok((name, Var::from_tensor(value)?)))
         .collect::<Result<_>>()?;
     let mut losses = Vec::new();
@@ -81,16 +80,14 @@ fn both_layouts_match_the_formula() {
         let expected = naive(&start, 1.5).unwrap();
         let moved = expected.1["h.0.mlp.up.lora_B.weight"].abs().unwrap().max_all().unwrap();
         assert!(moved.to_scalar::<f64>().unwrap() > 0.01, "{moved}");
-        let step = |step| model.step(batch(step), &loss).unwrap().loss;
-        let losses: Vec<f64> = (0..STEPS).map(step).collect();
+        let losses = (0..STEPS).map(|step| model.step(batch(step), &loss).unwrap().loss).collect();
         check_close(&(losses, model.parameters().unwrap()), &expected);
 
         let mut model = sharded(&mesh, &lora);
-        let gathered = |model: &dist_train::DistributedModel<dist_train::Units, _>| {
-            start.keys().map(|name| (name.clone(), model.parameter(name).unwrap())).collect()
-        };
         let losses = (0..STEPS).map(|step| model.step(batch(step), &loss).unwrap().loss).collect();
-        check_close(&(losses, gathered(&model)), &expected);
+        let gathered =
+            start.keys().map(|name| (name.clone(), model.parameter(name).unwrap())).collect();
+        check_close(&(losses, gathered), &expected);
     }
 }
 
@@ -100,12 +97,13 @@ struct AdaptedBlock {
 }
 
 fn blocks(lora: &Lora, vb: VarBuilder<'_>) -> Result<Vec<AdaptedBlock>> {
-    let block = |n| {
+    let mut blocks = Vec::with_capacity(BLOCKS);
+    for n in 0..BLOCKS {
         let vb = vb.pp(format!("h.{n}.mlp"));
         let down = fused_ops::layers::linear_no_bias(6, 4, vb.pp("down"))?;
-        Ok(AdaptedBlock { up: lora.linear(4, 6, vb.pp("up"))?, down })
-    };
-    (0..BLOCKS).map(block).collect()
+        blocks.push(AdaptedBlock { up: lora.linear(4, 6, vb.pp("up"))?, down });
+    }
+    Ok(blocks)
 }
 
 #[test]
@@ -117,10 +115,11 @@ fn adapted_layer_matches_the_formula() {
     let mut model = builder.build(sgd).unwrap();
     let start = copied(model.parameters().unwrap());
     let expected = naive(&start, 1.5).unwrap();
-    let block_loss = |_: &Replica, model: &Vec<AdaptedBlock>, x: Tensor| {
-        let pass =
-            |x: Tensor, block: &AdaptedBlock| block.down.forward(&block.up.forward(&x)?.tanh()?);
-        loss(&model.iter().try_fold(x, pass)?)
+    let block_loss = |_: &Replica, model: &Vec<AdaptedBlock>, mut x: Tensor| {
+        for block in model {
+            x = block.down.forward(&block.up.forward(&x)?.tanh()?)?;
+        }
+        loss(&x)
     };
     let losses = (0..STEPS).map(|step| model.step(batch(step), block_loss).unwrap().loss).collect();
     check_close(&(losses, model.parameters().unwrap()), &expected);
@@ -132,16 +131,16 @@ fn bf16_weights_have_f32_adapters() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     // The weight alternates in sign, so the output is the adapter's: 64 times 2⁻⁹. A step changes
     // `lora_A` by less than the distance of bf16 numbers at 1.
-    let value = |declared: &dist_train::Declared, items: std::ops::Range<usize>| {
-        let value = |item: usize| match declared.name.as_str() {
+    let builder = DataParallel::builder(&mesh, |vb| lora.linear_no_bias(64, 2, vb.pp("up")));
+    let builder = builder.dtype(DType::BF16).init_with(|declared, items| {
+        let values = items.map(|item| match declared.name.as_str() {
             "up.weight" if item % 2 == 1 => -1.0,
             "up.lora_B.weight" => 1.0 / 512.0,
             _ => 1.0,
-        };
-        Tensor::from_iter(items.map(value), &Device::Cpu)?.to_dtype(declared.dtype)
-    };
-    let builder = DataParallel::builder(&mesh, |vb| lora.linear_no_bias(64, 2, vb.pp("up")));
-    let builder = builder.dtype(DType::BF16).init_with(value).train_only(Lora::PATTERNS);
+        });
+        Tensor::from_iter(values, &Device::Cpu)?.to_dtype(declared.dtype)
+    });
+    let builder = builder.train_only(Lora::PATTERNS);
     let mut model = builder.build(|group| candle_nn::SGD::new(group.vars, 0.05)).unwrap();
     assert_eq!(
         ["up.weight", "up.lora_A.weight", "up.lora_B.weight"]
@@ -149,12 +148,12 @@ fn bf16_weights_have_f32_adapters() {
         [DType::BF16, DType::F32, DType::F32]
     );
     let x = Tensor::ones((4, 64), DType::BF16, &Device::Cpu).unwrap();
-    let layer_loss = |_: &Replica, layer: &LoraLinear, x: Tensor| {
+    let step = model.step(x, |_: &Replica, layer: &LoraLinear, x| {
         let y = layer.forward(&x)?;
         assert_eq!(y.dtype(), DType::BF16);
         y.to_dtype(DType::F32)?.mean_all()
-    };
-    assert_eq!(model.step(x, layer_loss).unwrap().loss.to_bits(), 0.125_f64.to_bits());
+    });
+    assert_eq!(step.unwrap().loss.to_bits(), 0.125_f64.to_bits());
     let a = model.parameters().unwrap()["up.lora_A.weight"].to_vec2::<f32>().unwrap()[0][0];
     assert!(0.999_9 < a && a < 1.0, "{a}");
 }

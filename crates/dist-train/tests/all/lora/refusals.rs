@@ -35,13 +35,12 @@ fn unfit_targets_are_named() {
             .build(sgd)
             .map(drop)
     };
-    let norm = |vb: VarBuilder<'_>| vb.get(4, "norm.weight").map(drop);
-    let text = built(lora(&["norm"]), norm).unwrap_err().to_string();
+    let norm = built(lora(&["norm"]), |vb| vb.get(4, "norm.weight").map(drop));
+    let text = norm.unwrap_err().to_string();
     assert!(text.ends_with("norm has the shape [4], adapters are for matrices"), "{text}");
     // A suffix that begins after a dot, or the full name.
     for target in ["h.0.up", "0.up", "up"] {
-        let layer = |vb: VarBuilder<'_>| linear(2, 2, vb.pp("h.0.up")).map(drop);
-        built(lora(&[target]), layer).unwrap();
+        built(lora(&[target]), |vb| linear(2, 2, vb.pp("h.0.up")).map(drop)).unwrap();
     }
 }
 
@@ -135,7 +134,11 @@ fn mismatched_adapters_are_not_saved() {
     for (targets, rank, expected) in [
         (&["up"][..], 2, "1.down has an adapter, and no target names it"),
         (&["up", "down", "out"], 2, "no linear layer of the model is named out"),
-        (&["up", "down"], 8, "0.up.lora_A.weight has the shape [2, 4], which is not of rank 8"),
+        (
+            &["up", "down"],
+            8,
+            "0.up.lora_A.weight has the shape [2, 4], which does not fit adapters of LoRA rank 8",
+        ),
     ] {
         let lora = Lora::new(targets.iter().copied(), rank, 3.0).unwrap();
         for files in [lora.adapters(), lora.merged()] {
@@ -162,10 +165,12 @@ fn half_precision_sums_are_rejected() {
 fn unused_adapters_fail_the_step() {
     let lora = lora();
     let mut model = whole(&DeviceMesh::cpu(1).unwrap(), &lora);
-    let without = |_: &pmap_mesh::Replica, model: &Units, x: candle_core::Tensor| {
-        let unit = |x, n: usize| model.unit(&format!("h.{n}"), &x, super::block);
-        super::loss(&(0..super::BLOCKS).try_fold(x, unit)?)
-    };
-    let text = model.step(super::batch(0), without).map(drop).unwrap_err().to_string();
+    let without = model.step(super::batch(0), |_: &pmap_mesh::Replica, model: &Units, mut x| {
+        for n in 0..super::BLOCKS {
+            x = model.unit(&format!("h.{n}"), &x, super::block)?;
+        }
+        super::loss(&x)
+    });
+    let text = without.map(drop).unwrap_err().to_string();
     assert!(text.contains("lora_"), "{text}");
 }

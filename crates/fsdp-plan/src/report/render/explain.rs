@@ -6,7 +6,7 @@ use core_types::human::{HumanBytes, Printable};
 
 use super::{
     columns,
-    text::{self, counted, grouped},
+    text::{self, with_noun, with_separators},
 };
 use crate::{
     cost::{PlanCost, RankCost},
@@ -16,7 +16,7 @@ use crate::{
 };
 
 /// Explains the parameter at `param_idx`: its cut, and the ranks of the first replica that hold it.
-pub(super) fn parameter(plan: &ShardingPlan, param_idx: usize) -> String {
+pub(super) fn explain_parameter(plan: &ShardingPlan, param_idx: usize) -> String {
     let parameter = &plan.parameters()[param_idx];
     let info = parameter.info();
     let mut lines = vec![
@@ -25,8 +25,8 @@ pub(super) fn parameter(plan: &ShardingPlan, param_idx: usize) -> String {
             Printable(info.name()),
             info.shape(),
             info.dtype(),
-            counted(info.numel().into(), "element"),
-            counted(info.bytes().into(), "byte"),
+            with_noun(info.numel().into(), "element"),
+            with_noun(info.bytes().into(), "byte"),
         ),
         format!("layer {}, {}", Printable(info.layer()), describe_gathering(plan, info.unit())),
         format!(
@@ -38,7 +38,7 @@ pub(super) fn parameter(plan: &ShardingPlan, param_idx: usize) -> String {
     if let Some(target) = info.tied_to() {
         lines.push(format!("tied to {}", Printable(target)));
     }
-    lines.extend(holders(plan, parameter));
+    lines.extend(holder_lines(plan, parameter));
     lines.join("\n")
 }
 
@@ -57,9 +57,9 @@ fn describe_gathering(plan: &ShardingPlan, unit: &str) -> String {
 }
 
 /// Returns a line per run of ranks that hold equally many elements.
-fn holders(plan: &ShardingPlan, parameter: &PlannedParameter) -> Vec<String> {
+fn holder_lines(plan: &ShardingPlan, parameter: &PlannedParameter) -> Vec<String> {
     let info = parameter.info();
-    let parts = parameter.division().parts(plan.shares(), 0..info.numel());
+    let parts = parameter.prepared_cut().parts(plan.shares(), 0..info.numel());
     let mut lines = Vec::new();
     for run in parts.chunk_by(is_same_run) {
         let (first, range) = &run[0];
@@ -70,8 +70,8 @@ fn holders(plan: &ShardingPlan, parameter: &PlannedParameter) -> Vec<String> {
             (Some(first), Some(last)) => format!("ranks {first}–{last}"),
         };
         let each = if run.len() > 1 { " each" } else { "" };
-        let amount = amount(parameter, range.end - range.start);
-        let start = grouped(range.start.into());
+        let amount = amount_text(parameter, range.end - range.start);
+        let start = with_separators(range.start.into());
         lines.push(format!("{owners}: {amount}{each}, from element {start}"));
     }
     lines
@@ -87,19 +87,23 @@ fn is_same_run(left: &OwnedRange, right: &OwnedRange) -> bool {
 }
 
 /// Formats a number of elements, as rows too if they are whole.
-fn amount(parameter: &PlannedParameter, numel: u64) -> String {
+fn amount_text(parameter: &PlannedParameter, numel: u64) -> String {
     let row = parameter.info().row_numel();
-    let elements = counted(numel.into(), "element");
+    let elements = with_noun(numel.into(), "element");
     match parameter.info().shape() {
         [_, _, ..] if numel.is_multiple_of(row) => {
-            format!("{} ({elements})", counted((numel / row).into(), "row"))
+            format!("{} ({elements})", with_noun((numel / row).into(), "row"))
         }
         _ => elements,
     }
 }
 
 /// Explains the memory of one rank by unit and by category.
-pub(super) fn rank(plan: &ShardingPlan, cost: &PlanCost, rank: &RankCost) -> Result<String> {
+pub(super) fn explain_rank(
+    plan: &ShardingPlan,
+    cost: &PlanCost,
+    rank: &RankCost,
+) -> Result<String> {
     let units =
         NamedGroups::from_names(plan.parameters().iter().map(|parameter| parameter.info().unit()));
     let mut owned = vec![(0_u128, 0_u128); units.names.len()];
@@ -107,12 +111,13 @@ pub(super) fn rank(plan: &ShardingPlan, cost: &PlanCost, rank: &RankCost) -> Res
     while let Some((position, shard)) = shards.next_shard() {
         let (n_shards, bytes) = &mut owned[units.group_of_item[position]];
         *n_shards += 1;
-        *bytes += plan.parameters()[position].info().dtype().bytes(shard.shard_size.into());
+        *bytes +=
+            plan.parameters()[position].info().dtype().rounded_up_bytes(shard.shard_size.into());
     }
     let rows = units.names.iter().zip(owned).map(|(&unit, (n_shards, bytes))| {
         let name =
             if unit.is_empty() { String::from("(root)") } else { Printable(unit).to_string() };
-        vec![name, grouped(n_shards), grouped(bytes)]
+        vec![name, with_separators(n_shards), with_separators(bytes)]
     });
     let table = columns(&["unit", "shards", "bytes"], 1..3, rows.collect());
     let group = plan.shard_group().as_u64();
@@ -167,6 +172,6 @@ fn category_lines(cost: &PlanCost, rank: &RankCost) -> Vec<String> {
 }
 
 fn category_line((category, bytes, reason): MemoryTerm<'_>) -> String {
-    let line = format!("{category}: {} ({})", counted(bytes, "byte"), HumanBytes(bytes));
+    let line = format!("{category}: {} ({})", with_noun(bytes, "byte"), HumanBytes(bytes));
     if reason.is_empty() { line } else { format!("{line}: {reason}") }
 }

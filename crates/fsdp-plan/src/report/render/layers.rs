@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use core_types::{Rank, human::Printable};
 
-use super::{columns, text::grouped};
+use super::{columns, text::with_separators};
 use crate::{
     cut::Cut,
     param::groups::NamedGroups,
@@ -25,8 +25,8 @@ pub(super) fn table(plan: &ShardingPlan) -> String {
 
 fn sums(layers: &[LayerRow<'_>], plan: &ShardingPlan) -> Vec<String> {
     let bytes = layers.iter().map(|layer| layer.content.bytes).sum();
-    let sums =
-        [layers.len() as u128, plan.parameters().len() as u128, plan.numel(), bytes].map(grouped);
+    let sums = [layers.len() as u128, plan.parameters().len() as u128, plan.numel(), bytes]
+        .map(with_separators);
     [vec![String::from("total")], sums.to_vec()].concat()
 }
 
@@ -40,7 +40,8 @@ fn line(neighbors: &[LayerRow<'_>]) -> Vec<String> {
         name = format!("{name} … {}", Printable(last.name));
     }
     let LayerTotals { n_parameters, numel, bytes, .. } = first.content;
-    let sums = [1, n_parameters, numel, bytes].map(|each| grouped(each * neighbors.len() as u128));
+    let sums =
+        [1, n_parameters, numel, bytes].map(|each| with_separators(each * neighbors.len() as u128));
     [vec![name], sums.to_vec(), vec![first.content.cuts_text()]].concat()
 }
 
@@ -112,7 +113,7 @@ impl LayerTotals {
     /// of ranks would widen every line of the table.
     fn owners_text(&self) -> String {
         if self.owners.len() > MAX_OWNERS {
-            return format!("whole, on {} ranks", grouped(self.owners.len() as u128));
+            return format!("whole, on {} ranks", with_separators(self.owners.len() as u128));
         }
         let owners: Vec<_> = self.owners.iter().map(|owner| format!("whole on {owner}")).collect();
         owners.join(", ")

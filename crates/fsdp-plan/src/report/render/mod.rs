@@ -15,7 +15,7 @@ use core_types::{
     human::{HumanBytes, Printable},
 };
 
-use self::text::{counted, grouped};
+use self::text::{with_noun, with_separators};
 use crate::{
     cost::{CollectiveTraffic, Collectives, CostModel, RankCost},
     error::{Error, Result},
@@ -72,7 +72,7 @@ fn kept_units_line(plan: &ShardingPlan) -> Option<String> {
     Some(format!(
         "{} of {} stay gathered: {names}",
         kept.len(),
-        counted(units.len() as u128, "unit")
+        with_noun(units.len() as u128, "unit")
     ))
 }
 
@@ -84,7 +84,7 @@ fn within_step_line(rank: &RankCost) -> Option<String> {
     }
     let mut terms = Vec::new();
     for (category, bytes, _) in explain::within_step(rank) {
-        terms.push(format!("{category} {}", grouped(bytes)));
+        terms.push(format!("{category} {}", with_separators(bytes)));
     }
     Some(format!("temporary bytes within a step: {}", terms.join(", ")))
 }
@@ -95,17 +95,17 @@ fn time_line(seconds: f64) -> String {
 
 fn process_line(process: &ProcessReport) -> String {
     let ProcessReport { slots, peak_bytes } = *process;
-    let ranks = counted(slots.get() as u128, "rank");
-    let peak = counted(peak_bytes, "byte");
+    let ranks = with_noun(slots.get() as u128, "rank");
+    let peak = with_noun(peak_bytes, "byte");
     format!("a process of {ranks} that share gathered parameters needs at most {peak}")
 }
 
 fn budget_line(budget: &BudgetReport, rank: &RankCost) -> String {
     let verdict = match budget.missing_bytes {
         0 => String::from("it fits"),
-        missing => format!("{} ({}) are missing", counted(missing, "byte"), HumanBytes(missing)),
+        missing => format!("{} ({}) are missing", with_noun(missing, "byte"), HumanBytes(missing)),
     };
-    let [peak, bytes] = [budget.peak_bytes, budget.bytes.into()].map(grouped);
+    let [peak, bytes] = [budget.peak_bytes, budget.bytes.into()].map(with_separators);
     let note = if rank.activation_bytes == 0 { ", activations not counted" } else { "" };
     format!("a rank needs at most {peak} of {bytes} bytes{note}: {verdict}")
 }
@@ -145,16 +145,16 @@ impl ShardingPlan {
             1 => String::new(),
             replicas => format!(
                 " in {replicas} replicas of {}",
-                grouped(self.shard_group().as_u64().into())
+                with_separators(self.shard_group().as_u64().into())
             ),
         };
         format!(
             "{} over {}{groups}: {}, {}, {} ({})",
             Printable(self.strategy()),
-            counted(self.world_size().as_u64().into(), "rank"),
-            counted(self.parameters().len() as u128, "parameter"),
-            counted(self.numel(), "element"),
-            counted(bytes, "byte"),
+            with_noun(self.world_size().as_u64().into(), "rank"),
+            with_noun(self.parameters().len() as u128, "parameter"),
+            with_noun(self.numel(), "element"),
+            with_noun(bytes, "byte"),
             HumanBytes(bytes),
         )
     }
@@ -185,7 +185,7 @@ impl ShardingPlan {
     #[doc(hidden)]
     pub fn explain_parameter(&self, name: &str) -> Result<String> {
         match self.index_of(name) {
-            Some(index) => Ok(explain::parameter(self, index)),
+            Some(index) => Ok(explain::explain_parameter(self, index)),
             None => Err(Error::UnknownParameter { name: name.to_owned() }),
         }
     }
@@ -199,7 +199,7 @@ impl ShardingPlan {
     pub fn explain_rank(&self, rank: Rank, model: &CostModel) -> Result<String> {
         let place = Placement::new(rank.as_u64(), self.world_size().as_u64())?;
         let cost = self.cost(model)?;
-        explain::rank(self, &cost, &cost.ranks[place.rank().as_usize()])
+        explain::explain_rank(self, &cost, &cost.ranks[place.rank().as_usize()])
     }
 }
 
@@ -208,9 +208,9 @@ fn balance_line(balance: &LayerBalance) -> String {
         [balance.largest, balance.lower_bound, balance.if_cut].map(u128::from);
     format!(
         "whole layers: at most {} on a rank; the lower bound is {}, and cut layers would take {}",
-        counted(largest, "byte"),
-        grouped(lower_bound),
-        grouped(if_cut),
+        with_noun(largest, "byte"),
+        with_separators(lower_bound),
+        with_separators(if_cut),
     )
 }
 
@@ -232,9 +232,13 @@ fn collective_text(name: &str, traffic: CollectiveTraffic) -> String {
     let payload = if payload_bytes == bytes {
         String::new()
     } else {
-        format!(" ({} without padding)", grouped(payload_bytes.into()))
+        format!(" ({} without padding)", with_separators(payload_bytes.into()))
     };
-    format!("{} {name}, {} in all{payload}", grouped(count.into()), counted(bytes.into(), "byte"))
+    format!(
+        "{} {name}, {} in all{payload}",
+        with_separators(count.into()),
+        with_noun(bytes.into(), "byte")
+    )
 }
 
 /// Renders a table of `rows` with a `header`; the columns in `right_aligned` hold numbers.

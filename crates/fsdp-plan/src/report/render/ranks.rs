@@ -2,7 +2,7 @@
 
 use super::{
     columns,
-    text::{bar, grouped},
+    text::{bar, with_separators},
 };
 use crate::cost::RankCost;
 
@@ -47,7 +47,7 @@ fn line(neighbors: &[RankCost], largest: u128) -> Vec<String> {
         maxima = combine_columns(maxima, bytes(rank), u128::max);
     }
     let prefix = if neighbors.iter().all(|rank| bytes(rank) == maxima) { "" } else { "≤ " };
-    let numbers = maxima.map(|bytes| format!("{prefix}{}", grouped(bytes)));
+    let numbers = maxima.map(|bytes| format!("{prefix}{}", with_separators(bytes)));
     [vec![name], numbers.to_vec(), vec![bar(most_bytes(neighbors), largest)]].concat()
 }
 
@@ -61,7 +61,7 @@ fn sums(ranks: &[RankCost]) -> Vec<String> {
     for rank in ranks {
         sums = combine_columns(sums, bytes(rank), |sum, bytes| sum + bytes);
     }
-    [vec![String::from("all")], sums.map(grouped).to_vec()].concat()
+    [vec![String::from("all")], sums.map(with_separators).to_vec()].concat()
 }
 
 /// Combines two rows column by column.

@@ -4,7 +4,7 @@ use core_types::human::Printable;
 
 use super::{
     columns,
-    text::{counted, grouped},
+    text::{with_noun, with_separators},
 };
 use crate::{
     plan::ShardingPlan,
@@ -15,7 +15,7 @@ pub(super) fn table(report: &RankReport<'_>, plan: &ShardingPlan) -> String {
     let rows = report.shards.iter().map(line).collect();
     let table =
         columns(&["parameter", "shape", "dtype", "first element", "elements", "rows"], 3..5, rows);
-    let n_parameters = counted(plan.parameters().len() as u128, "parameter");
+    let n_parameters = with_noun(plan.parameters().len() as u128, "parameter");
     format!(
         "rank {} holds parts of {} of {n_parameters}\n\n{table}",
         report.rank,
@@ -32,8 +32,8 @@ fn line(NamedShard { info, shard }: &NamedShard<'_>) -> Vec<String> {
         Printable(info.name()).to_string(),
         format!("{:?}", info.shape()),
         info.dtype().to_string(),
-        grouped(shard.start_offset.into()),
-        grouped(shard.shard_size.into()),
+        with_separators(shard.start_offset.into()),
+        with_separators(shard.shard_size.into()),
         rows.unwrap_or_default(),
     ]
 }

@@ -8,12 +8,12 @@ use crate::cut::Cut;
 const BAR_WIDTH: u128 = 20;
 
 /// Formats a number with separators: `16,060,522,496`.
-pub(super) fn grouped(number: u128) -> String {
+pub(super) fn with_separators(number: u128) -> String {
     HumanCount(number).to_string()
 }
 
 /// Formats a number with its noun: `1 rank`, `8 ranks`.
-pub(super) fn counted(number: u128, noun: &str) -> String {
+pub(super) fn with_noun(number: u128, noun: &str) -> String {
     let plural = if number == 1 { "" } else { "s" };
     format!("{} {noun}{plural}", HumanCount(number))
 }
@@ -34,18 +34,18 @@ pub(super) fn cut_text(cut: Cut) -> String {
         Cut::Flat { offset, unit_numel } => flat("flat", offset, unit_numel),
         Cut::FlatAligned { offset, unit_numel } => flat("flat and aligned", offset, unit_numel),
         Cut::Ragged { offset, unit_bytes, granule, .. } => {
-            let granule = counted(granule.into(), "byte");
+            let granule = with_noun(granule.into(), "byte");
             format!(
                 "ragged at granules of {granule}, from byte {} of {}",
-                grouped(offset.into()),
-                grouped(unit_bytes.into())
+                with_separators(offset.into()),
+                with_separators(unit_bytes.into())
             )
         }
         Cut::Wrapped { offset, total_bytes } => {
             format!(
                 "wrapped, from byte {} of {}",
-                grouped(offset.into()),
-                grouped(total_bytes.into())
+                with_separators(offset.into()),
+                with_separators(total_bytes.into())
             )
         }
         Cut::Whole { owner } => format!("whole on {owner}"),
@@ -55,7 +55,11 @@ pub(super) fn cut_text(cut: Cut) -> String {
 }
 
 fn flat(how: &str, offset: u64, unit_numel: u64) -> String {
-    format!("{how}, from element {} of {}", grouped(offset.into()), grouped(unit_numel.into()))
+    format!(
+        "{how}, from element {} of {}",
+        with_separators(offset.into()),
+        with_separators(unit_numel.into())
+    )
 }
 
 #[cfg(test)]

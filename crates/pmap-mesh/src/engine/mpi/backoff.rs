@@ -1,14 +1,14 @@
-//! Backoff of a waiting rank: poll while data arrive, then sleep.
+//! The backoff of a waiting rank: it polls while data arrive, then sleeps between polls.
 
 use std::time::{Duration, Instant};
 
 use crate::engine::processes::waiting;
 
-/// Idle time before a rank with transfers in flight sleeps. Each poll advances the transfers,
-/// unless their senders compute. A chunk takes less time than this.
+/// Time without progress after which a rank with transfers in flight sleeps between polls. It is
+/// longer than a chunk takes, unless the sender of the chunk computes instead of polling.
 const STALL_TIME: Duration = Duration::from_millis(2);
-/// The sleep between polls then: one poll of shared memory moves its whole content, about 100 µs of
-/// transfer.
+/// The sleep between polls of stalled transfers. It is short, because one poll can move only the
+/// content of the shared memory, about 100 µs of transfer.
 const STALLED_SLEEP: Duration = Duration::from_micros(50);
 
 /// Progress of a process's messages.
@@ -21,7 +21,7 @@ pub(super) struct TransferProgress {
 }
 
 impl TransferProgress {
-    /// Combines the progress of two polls.
+    /// Combines the progress of this poll with the progress of the next one.
     pub(super) fn then(self, next: Self) -> Self {
         Self { has_moved: self.has_moved | next.has_moved, is_moving: next.is_moving }
     }
@@ -31,9 +31,9 @@ impl TransferProgress {
 pub(super) struct WaitBackoff {
     deadline: Duration,
     start: Option<Instant>,
-    /// The last poll with progress, or the first poll.
+    /// The time of the last pause after progress, or of the first pause.
     quiet_since: Option<Instant>,
-    /// The slot of a process that had left at the last pause.
+    /// The slot that was found absent at the last pause, because its process had left.
     pub(super) absent: Option<usize>,
 }
 
@@ -42,16 +42,16 @@ impl WaitBackoff {
         Self { deadline, start: None, quiet_since: None, absent: None }
     }
 
-    /// Yields or sleeps.
+    /// Yields or sleeps, depending on the time since the last progress. Then checks the deadline.
     pub(super) fn pause(&mut self, progress: TransferProgress) -> PauseOutcome {
         let now = Instant::now();
         if progress.has_moved {
             self.quiet_since = Some(now);
         }
         let quiet = now - *self.quiet_since.get_or_insert(now);
-        let nap = sleep_duration(quiet, progress.is_moving);
-        waiting::pause(nap);
-        match nap {
+        let sleep = sleep_duration(quiet, progress.is_moving);
+        waiting::pause(sleep);
+        match sleep {
             _ if now - *self.start.get_or_insert(now) > self.deadline => PauseOutcome::Over,
             Some(_) => PauseOutcome::Long,
             None => PauseOutcome::Short,
@@ -59,7 +59,7 @@ impl WaitBackoff {
     }
 }
 
-/// A pause in a wait.
+/// The outcome of a pause in a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PauseOutcome {
     /// The thread has yielded.
@@ -70,7 +70,7 @@ pub(super) enum PauseOutcome {
     Over,
 }
 
-/// Returns how long to sleep after a quiet time, or `None` to keep polling.
+/// Returns how long to sleep after a time without progress, or `None` to keep polling.
 fn sleep_duration(quiet: Duration, is_moving: bool) -> Option<Duration> {
     if is_moving {
         (quiet > STALL_TIME).then_some(STALLED_SLEEP)

@@ -1,4 +1,4 @@
-//! Conversion of tensors to and from the bytes that MPI moves.
+//! Conversion of tensors to and from the bytes that MPI sends.
 
 use std::ops::Range;
 
@@ -9,8 +9,11 @@ use half::{bf16, f16};
 /// A receive buffer that becomes a tensor without another copy.
 pub(super) trait ReceiveBuffer: Send {
     fn bytes_mut(&mut self) -> &mut [u8];
+
+    /// Converts the buffer to a tensor on the processor.
     fn tensor(self: Box<Self>, dims: &[usize]) -> Result<Tensor>;
-    /// Returns a leaf of candle's graph.
+
+    /// Converts the buffer to a leaf of candle's graph on the processor.
     fn leaf(self: Box<Self>, dims: &[usize]) -> Result<Var>;
 }
 
@@ -45,19 +48,20 @@ impl ReceiveBuffer for RawItems {
     }
 }
 
-/// Returns a buffer of zeros. The system allocates its pages when they are first written.
-pub(super) fn buffer(dtype: DType, items: usize) -> Result<Box<dyn ReceiveBuffer>> {
+/// Returns a buffer for items of a dtype, filled with zeros. The system allocates each page of the
+/// buffer when the page is first written.
+pub(super) fn buffer(dtype: DType, n_items: usize) -> Result<Box<dyn ReceiveBuffer>> {
     Ok(match dtype {
-        DType::U8 => Box::new(zeroed_vec::<u8>(items)),
-        DType::U32 => Box::new(zeroed_vec::<u32>(items)),
-        DType::I16 => Box::new(zeroed_vec::<i16>(items)),
-        DType::I32 => Box::new(zeroed_vec::<i32>(items)),
-        DType::I64 => Box::new(zeroed_vec::<i64>(items)),
-        DType::BF16 => Box::new(zeroed_vec::<bf16>(items)),
-        DType::F16 => Box::new(zeroed_vec::<f16>(items)),
-        DType::F32 => Box::new(zeroed_vec::<f32>(items)),
-        DType::F64 => Box::new(zeroed_vec::<f64>(items)),
-        DType::F8E4M3 => Box::new(RawItems(vec![0; items], dtype)),
+        DType::U8 => Box::new(zeroed_vec::<u8>(n_items)),
+        DType::U32 => Box::new(zeroed_vec::<u32>(n_items)),
+        DType::I16 => Box::new(zeroed_vec::<i16>(n_items)),
+        DType::I32 => Box::new(zeroed_vec::<i32>(n_items)),
+        DType::I64 => Box::new(zeroed_vec::<i64>(n_items)),
+        DType::BF16 => Box::new(zeroed_vec::<bf16>(n_items)),
+        DType::F16 => Box::new(zeroed_vec::<f16>(n_items)),
+        DType::F32 => Box::new(zeroed_vec::<f32>(n_items)),
+        DType::F64 => Box::new(zeroed_vec::<f64>(n_items)),
+        DType::F8E4M3 => Box::new(RawItems(vec![0; n_items], dtype)),
         other => bail!("tensors of type {} cannot be moved between processes", other.as_str()),
     })
 }
@@ -91,11 +95,11 @@ pub(super) fn with_part<R>(
         CpuStorage::F8E4M3(items) => {
             #[expect(
                 clippy::redundant_closure_for_method_calls,
-                reason = "the crate of the type is no dependency"
+                reason = "the crate that defines the item type is not a dependency"
             )]
-            let of_items =
+            let part_bits =
                 items.get(part).map(|items| items.iter().map(|item| item.to_bits()).collect());
-            bits = of_items;
+            bits = part_bits;
             bits.as_deref()
         }
         _ => bail!("tensors of type {} cannot be moved between processes", x.dtype().as_str()),
@@ -111,6 +115,7 @@ pub(super) fn with_all_bytes<R>(
     x: &[Tensor],
     work: impl FnOnce(&[&[u8]]) -> Result<R>,
 ) -> Result<R> {
+    /// Calls `work` with the bytes in `lent`, followed by the bytes of `x`.
     fn lend<'a, R>(
         x: &[Tensor],
         lent: &[&'a [u8]],
@@ -119,8 +124,9 @@ pub(super) fn with_all_bytes<R>(
         let Some((first, rest)) = x.split_first() else { return work(lent) };
         with_bytes(first, |bytes| lend(rest, &[lent, &[bytes]].concat(), work))
     }
-    let mut work = Some(work);
-    lend(x, &[], &mut |bytes| match work.take() {
+    // `lend` takes an `FnMut`, but calls it only once.
+    let mut unused_work = Some(work);
+    lend(x, &[], &mut |bytes| match unused_work.take() {
         Some(work) => work(bytes),
         None => bail!("bytes are lent once"),
     })

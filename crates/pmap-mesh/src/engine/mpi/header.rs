@@ -1,5 +1,5 @@
-//! The header that each member of a group sends before any data, together with the data if they are
-//! small.
+//! The header that each member of a group sends before any other data. Small data are sent with the
+//! header.
 
 use std::sync::MutexGuard;
 
@@ -8,68 +8,69 @@ use candle_core::{Result, Tensor};
 
 use super::{
     session::rank_of,
-    transfer::{IncomingMessage, MessageKind, MpiCall},
+    transfer::{AwaitedMessages, IncomingMessage, MessageKind, MpiCall},
 };
 use crate::{
     engine::processes::{TEXT_BYTES, call_hash, description, disagreement},
     sync::lock,
 };
 
-/// The most data that are sent with the header, and reduced by every member alone: that costs less
-/// than the second message that it saves.
+/// The largest data, in bytes, that a member sends with its header. Every member then reduces all
+/// data alone, which costs less than a second exchange of messages.
 pub(super) const SMALL_BYTES: usize = 16 << 10;
-/// The part of them in the first message: with the header less than the 4 KB that Open MPI sends
-/// without a handshake.
+/// The largest part of inline data in the first message. With the header it is below the 4 KB that
+/// Open MPI sends without a handshake.
 const INLINE_BYTES: usize = 3584;
 const HEADER_WORDS: usize = 4;
 const HEADER_BYTES: usize = HEADER_WORDS * size_of::<u64>();
-/// The longest first message.
+/// The longest first message, in bytes.
 pub(super) const FIRST_BYTES: usize = HEADER_BYTES + INLINE_BYTES;
-/// One rank's part of the inbox.
+/// The bytes of the inbox for each rank.
 const RANK_BYTES: usize = HEADER_BYTES + SMALL_BYTES;
 
-/// The header of a member.
+/// The header of one member's collective.
 #[derive(Clone, Copy)]
 pub(super) struct MemberHeader {
     /// A hash of everything that must agree.
     pub(super) hash: u64,
-    /// The number of bytes that it contributes.
-    bytes: u64,
+    /// The number of bytes that the member contributes.
+    n_bytes: u64,
     /// Whether the data are sent with the header.
-    pub(super) inline: bool,
-    /// The member's size in the free dimension, or the rank that it receives from.
-    pub(super) aux: u64,
+    pub(super) is_inline: bool,
+    /// The member's size in the free dimension of a gather, or the rank from which the member
+    /// receives; 0 in other collectives.
+    pub(super) size_or_sender: u64,
 }
 
 impl MemberHeader {
     fn words(&self) -> [u64; HEADER_WORDS] {
-        [self.hash, self.bytes, u64::from(self.inline), self.aux]
+        [self.hash, self.n_bytes, u64::from(self.is_inline), self.size_or_sender]
     }
 
-    /// Returns the header of a collective without inline data.
+    /// Returns the header of a collective that sends all data after its headers.
     pub(super) fn without_data(hash: u64) -> Self {
-        Self { hash, bytes: 0, inline: true, aux: 0 }
+        Self { hash, n_bytes: 0, is_inline: true, size_or_sender: 0 }
     }
 
-    pub(super) fn bytes(&self) -> Vec<u8> {
+    pub(super) fn encode(&self) -> Vec<u8> {
         cast_slice(&self.words()).to_vec()
     }
 
     pub(super) fn read(bytes: &[u8]) -> Self {
-        let [hash, bytes, inline, aux]: [u64; HEADER_WORDS] =
+        let [hash, n_bytes, is_inline, size_or_sender]: [u64; HEADER_WORDS] =
             pod_read_unaligned(&bytes[..HEADER_BYTES]);
-        Self { hash, bytes, inline: inline != 0, aux }
+        Self { hash, n_bytes, is_inline: is_inline != 0, size_or_sender }
     }
 
-    /// Returns the number of bytes that are sent with the header.
-    #[expect(clippy::cast_possible_truncation, reason = "not more than `SMALL_BYTES`")]
-    fn inline_bytes(&self) -> usize {
-        if self.inline { self.bytes.min(SMALL_BYTES as u64) as usize } else { 0 }
+    /// Returns the number of bytes of inline data.
+    #[expect(clippy::cast_possible_truncation, reason = "the number is at most `SMALL_BYTES`")]
+    fn n_inline_bytes(&self) -> usize {
+        if self.is_inline { self.n_bytes.min(SMALL_BYTES as u64) as usize } else { 0 }
     }
 
-    /// Returns how many of these bytes are in the second message.
-    pub(super) fn rest_bytes(&self) -> usize {
-        self.inline_bytes().saturating_sub(INLINE_BYTES)
+    /// Returns the number of bytes of inline data in the second message.
+    pub(super) fn n_rest_bytes(&self) -> usize {
+        self.n_inline_bytes().saturating_sub(INLINE_BYTES)
     }
 }
 
@@ -81,83 +82,88 @@ pub(super) struct ReceivedHeaders<'a> {
 }
 
 impl ReceivedHeaders<'_> {
-    /// Returns the data that a rank sent with its header.
-    pub(super) fn inline(&self, rank: usize) -> &[u8] {
-        let from = rank * RANK_BYTES + HEADER_BYTES;
-        &cast_slice(&self.inbox)[from..][..self.headers[rank].inline_bytes()]
+    /// Returns the data that another rank sent with its header.
+    pub(super) fn inline_data(&self, rank: usize) -> &[u8] {
+        let start = rank * RANK_BYTES + HEADER_BYTES;
+        &cast_slice(&self.inbox)[start..][..self.headers[rank].n_inline_bytes()]
     }
 
-    /// Returns the data that all ranks sent with their headers; `own` are this rank's data.
-    pub(super) fn all_inline<'b>(&'b self, own: &'b [u8], own_rank: usize) -> Vec<&'b [u8]> {
+    /// Returns the inline data of all ranks, by rank; `own` are this rank's data.
+    pub(super) fn all_inline_data<'b>(&'b self, own: &'b [u8], own_rank: usize) -> Vec<&'b [u8]> {
         (0..self.headers.len())
-            .map(|rank| if rank == own_rank { own } else { self.inline(rank) })
+            .map(|rank| if rank == own_rank { own } else { self.inline_data(rank) })
             .collect()
     }
 }
 
 impl<'a> MpiCall<'a> {
-    /// Sends this rank's header to all members, and `bytes` if they are small. Returns the members'
-    /// headers.
+    /// Exchanges headers with all members, and sends `bytes` with the header if they are small.
+    /// Returns the headers and inline data of all members.
     ///
     /// # Errors
     ///
-    /// A mismatch, on all members, if they do not agree.
+    /// On all members, a mismatch if the members call different collectives.
     pub(super) fn exchange_headers(
         &self,
         tensors: &[Tensor],
-        aux: u64,
+        size_or_sender: u64,
         bytes: &[u8],
     ) -> Result<ReceivedHeaders<'a>> {
         let hash = call_hash(&self.ctx.call, tensors);
-        let inline = bytes.len() <= SMALL_BYTES;
-        let own = MemberHeader { hash, bytes: bytes.len() as u64, inline, aux };
+        let is_inline = bytes.len() <= SMALL_BYTES;
+        let own = MemberHeader { hash, n_bytes: bytes.len() as u64, is_inline, size_or_sender };
         let mut inbox = lock(&self.engine.inbox);
         inbox.resize(self.ctx.size() * RANK_BYTES / size_of::<u64>(), 0);
-        let places: &mut [u8] = cast_slice_mut(&mut inbox);
-        self.fill_inbox(places, &own, if inline { bytes } else { &[] });
-        places[self.ctx.rank * RANK_BYTES..][..HEADER_BYTES]
+        let inbox_bytes: &mut [u8] = cast_slice_mut(&mut inbox);
+        self.fill_inbox(inbox_bytes, &own, if is_inline { bytes } else { &[] });
+        inbox_bytes[self.ctx.rank * RANK_BYTES..][..HEADER_BYTES]
             .copy_from_slice(cast_slice(&own.words()));
         let headers: Vec<MemberHeader> =
-            places.chunks_exact(RANK_BYTES).map(MemberHeader::read).collect();
+            inbox_bytes.chunks_exact(RANK_BYTES).map(MemberHeader::read).collect();
         match headers.iter().position(|header| header.hash != headers[0].hash) {
             None => Ok(ReceivedHeaders { headers, inbox }),
             Some(other) => Err(self.mismatch(other, tensors)),
         }
     }
 
-    /// Sends the header and the inline data to all members, and receives theirs.
+    /// Sends the header and the inline data `bytes` to all members, and receives the members'
+    /// headers and inline data.
     fn fill_inbox(&self, inbox: &mut [u8], own: &MemberHeader, bytes: &[u8]) {
         let (first, rest) = bytes.split_at(bytes.len().min(INLINE_BYTES));
         let message = [cast_slice(&own.words()), first].concat();
         let done = ferrompi::scope(|scope| {
-            // These sends complete only after the receivers have read the length in the header, so
-            // wait for them last.
-            let mut late = Vec::new();
-            for to in self.others().filter(|_| !rest.is_empty()) {
-                let request = self.comm.isend(scope, rest, rank_of(to), MessageKind::Rest as i32);
-                late.push((to, self.check(request)));
+            // Wait for these sends last: a receiver accepts the second message only after it has
+            // read the length in the header.
+            let mut rest_sends = Vec::new();
+            if !rest.is_empty() {
+                for to in self.others() {
+                    let kind = MessageKind::Rest as i32;
+                    let request = self.comm.isend(scope, rest, rank_of(to), kind);
+                    rest_sends.push((to, self.or_exit(request)));
+                }
             }
             self.transfer_headers(
-                places(inbox, RANK_BYTES, self.ctx.rank)
+                peer_spans(inbox, RANK_BYTES, self.ctx.rank)
                     .map(|(from, span)| (from, MessageKind::Header, &mut span[..FIRST_BYTES])),
                 self.others().map(|to| (to, MessageKind::Header, &message[..])),
             );
-            let rests = places(inbox, RANK_BYTES, self.ctx.rank).map(|(from, span)| {
-                let rest = MemberHeader::read(span).rest_bytes();
-                (from, MessageKind::Rest, &mut span[FIRST_BYTES..][..rest])
+            let rests = peer_spans(inbox, RANK_BYTES, self.ctx.rank).map(|(from, span)| {
+                let n_bytes = MemberHeader::read(span).n_rest_bytes();
+                (from, MessageKind::Rest, &mut span[FIRST_BYTES..][..n_bytes])
             });
             self.transfer(rests, []);
-            self.wait(late, true);
+            self.wait(rest_sends, AwaitedMessages::Data);
             Ok(())
         });
-        self.check(done);
+        self.or_exit(done);
     }
 
-    /// Returns the error for a group in which rank 0 and rank `other` do not agree.
+    /// Exchanges descriptions, and returns the error for rank 0 and rank `other`, which do not
+    /// agree.
     fn mismatch(&self, other: usize, tensors: &[Tensor]) -> candle_core::Error {
         let own = description(&self.ctx.call, tensors);
         let mut texts = own.repeat(self.ctx.size());
-        let incoming: Vec<IncomingMessage<'_>> = places(&mut texts, TEXT_BYTES, self.ctx.rank)
+        let incoming: Vec<IncomingMessage<'_>> = peer_spans(&mut texts, TEXT_BYTES, self.ctx.rank)
             .map(|(from, span)| (from, MessageKind::Text, span))
             .collect();
         self.transfer(incoming, self.others().map(|to| (to, MessageKind::Text, &own[..])));
@@ -168,13 +174,13 @@ impl<'a> MpiCall<'a> {
     }
 }
 
-/// Returns the other ranks' parts of a buffer.
-fn places(
+/// Returns each other rank with its part of a buffer that has `rank_bytes` for each rank.
+fn peer_spans(
     buffer: &mut [u8],
-    bytes: usize,
+    rank_bytes: usize,
     own_rank: usize,
 ) -> impl Iterator<Item = (usize, &mut [u8])> {
-    buffer.chunks_exact_mut(bytes).enumerate().filter(move |(rank, _)| *rank != own_rank)
+    buffer.chunks_exact_mut(rank_bytes).enumerate().filter(move |(rank, _)| *rank != own_rank)
 }
 
 #[cfg(test)]
@@ -183,16 +189,18 @@ mod tests {
 
     #[test]
     fn header_is_read_at_any_alignment() {
-        let header = MemberHeader { hash: u64::MAX, bytes: 9000, inline: true, aux: 7 };
+        let header =
+            MemberHeader { hash: u64::MAX, n_bytes: 9000, is_inline: true, size_or_sender: 7 };
         let bytes = [&[1_u8][..], cast_slice(&header.words())].concat();
         let read = MemberHeader::read(&bytes[1..]);
         assert_eq!(read.words(), header.words());
-        assert_eq!((read.inline_bytes(), read.rest_bytes()), (9000, 9000 - INLINE_BYTES));
+        assert_eq!((read.n_inline_bytes(), read.n_rest_bytes()), (9000, 9000 - INLINE_BYTES));
     }
 
     #[test]
     fn large_data_is_not_inline() {
-        let header = MemberHeader { hash: 0, bytes: SMALL_BYTES as u64 + 1, inline: false, aux: 0 };
-        assert_eq!(header.inline_bytes(), 0);
+        let n_bytes = SMALL_BYTES as u64 + 1;
+        let header = MemberHeader { hash: 0, n_bytes, is_inline: false, size_or_sender: 0 };
+        assert_eq!(header.n_inline_bytes(), 0);
     }
 }

@@ -1,8 +1,8 @@
-//! Collectives of lists in flight, which proceed while this process computes.
+//! Collectives on lists of tensors that run in the background while this process computes.
 //!
-//! Their requests own the send and receive buffers, so the buffers live as long as MPI may access
-//! them, even if the replica ends. Every call into MPI advances all of them. No second thread calls
-//! MPI to advance them: MPI would need locks, which slow down every message (ADR 17).
+//! Requests own the send and receive buffers, so the buffers live as long as MPI may access them,
+//! even if the replica ends. Every call into MPI advances all collectives in flight. No second
+//! thread calls MPI for this: MPI would need locks, which slow down every message (ADR 17).
 
 use std::{collections::BTreeMap, fmt::Display, mem, sync::atomic::Ordering};
 
@@ -28,19 +28,20 @@ use crate::{
     sync::lock,
 };
 
-/// The first tag of data. Each of [`N_TAGS`] collectives in flight in a group has two tags.
-/// [`MessageKind`] has the tags below, and MPI guarantees 32,767 tags. The number is large enough,
-/// because each collective needs at least two of [`MAX_REQUESTS`] requests.
+/// The first tag for data. [`MessageKind`] uses the tags below.
 const FIRST_TAG: i32 = 16;
-const N_TAGS: u64 = 8192;
+/// The number of tag pairs before they repeat in a group; MPI guarantees 32,767 tags. No two
+/// collectives in flight share a pair: each needs at least two requests, and at most
+/// [`MAX_REQUESTS`] are allowed.
+const N_TAG_PAIRS: u64 = 8192;
 
 /// A collective in flight, in one of this process's groups.
 struct InFlightCollective {
     ticket: u64,
     ctx: GroupContext,
     set: AxisSet,
-    /// The tag of its first round; a second round uses the next tag.
-    tag: i32,
+    /// The tag of the first round; a second round uses the next tag.
+    first_tag: i32,
     stage: CollectiveStage,
 }
 
@@ -53,12 +54,13 @@ enum CollectiveStage {
         tensors: Vec<Tensor>,
         round: Box<dyn MpiRound>,
     },
-    /// Exchange of descriptions, since the headers of this rank and of rank `other` do not agree.
+    /// Exchange of descriptions, since the headers of rank 0 and of rank `other` do not agree.
     Texts {
         messages: OwnedMessages,
-        /// The rest of the messages of members that called a different collective: such a member
-        /// sends its description only after its message has been received.
+        /// The inline data that did not fit the headers' messages. A member that called a different
+        /// collective sends its description only after this rank has received its data.
         rests: OwnedMessages,
+        /// The description of this rank's call.
         own: Vec<u8>,
         other: usize,
     },
@@ -66,14 +68,22 @@ enum CollectiveStage {
     Data {
         stream: ChunkStream,
         round: Box<dyn MpiRound>,
-        index: i32,
+        /// The number of earlier rounds.
+        round_index: i32,
     },
     Over(Results),
 }
 
 type Results = Result<Vec<Tensor>>;
 
-/// The collectives of a process in flight, in the order in which they were started.
+impl CollectiveStage {
+    /// Returns a stage that stands in for the real one until that is known.
+    fn placeholder() -> Self {
+        Self::Over(Ok(Vec::new()))
+    }
+}
+
+/// This process's collectives in flight, in the order of their start.
 #[derive(Default)]
 pub(super) struct InFlightList {
     list: Vec<InFlightCollective>,
@@ -83,10 +93,10 @@ pub(super) struct InFlightList {
 }
 
 impl InFlightList {
-    #[expect(clippy::expect_used, reason = "who waits for a collective has not done so before")]
+    #[expect(clippy::expect_used, reason = "each ticket is waited for once")]
     fn position(&self, ticket: u64) -> usize {
         let position = self.list.iter().position(|entry| entry.ticket == ticket);
-        position.expect("a collective is listed until it has been waited for")
+        position.expect("a collective is listed until the wait for it has ended")
     }
 }
 
@@ -109,7 +119,7 @@ impl engine::PendingCollective for MpiHandle {
 impl Mpi {
     /// Starts a collective: sends the headers now, and the data after all members' headers have
     /// arrived. All members must pass the same dtypes and shapes.
-    pub(super) fn start_round(
+    pub(super) fn start_collective(
         &self,
         ctx: &GroupContext,
         tensors: &[Tensor],
@@ -118,13 +128,13 @@ impl Mpi {
         let engine = &*self.0;
         let _guard = engine.current.enter(ctx)?;
         engine.check_request_budget(ctx)?;
-        let ticket = engine.begin(ctx, tensors, round);
+        let ticket = engine.start_with_headers(ctx, tensors, round);
         Ok(MpiHandle { mpi: self.clone(), ctx: ctx.clone(), ticket })
     }
 
-    /// Runs a collective to its end. The call has a reserved request budget besides the collectives
-    /// in flight.
-    pub(super) fn run_round(
+    /// Runs a collective to its end. The budget of requests is not checked, because a running call
+    /// may use [`MAX_REQUESTS`] in addition to the collectives in flight.
+    pub(super) fn run_collective(
         &self,
         ctx: &GroupContext,
         tensors: &[Tensor],
@@ -132,29 +142,29 @@ impl Mpi {
     ) -> Result<Vec<Tensor>> {
         let engine = &*self.0;
         let _guard = engine.current.enter(ctx)?;
-        let ticket = engine.begin(ctx, tensors, round);
+        let ticket = engine.start_with_headers(ctx, tensors, round);
         engine.wait_for(ctx, ticket)
     }
 }
 
 impl MpiCall<'_> {
-    /// Runs the data rounds of this collective, after its members have agreed.
-    pub(super) fn run_agreed(&self, round: Box<dyn MpiRound>) -> Result<Vec<Tensor>> {
+    /// Runs the rounds of data of this collective, after its members have exchanged headers.
+    pub(super) fn run_data_rounds(&self, round: Box<dyn MpiRound>) -> Result<Vec<Tensor>> {
         let engine = self.engine;
-        let ticket = engine.add_entry(self.ctx, |entry| entry.round(engine, round, 0));
+        let ticket = engine.add_entry(self.ctx, |entry| entry.start_data_stage(engine, round, 0));
         engine.wait_for(self.ctx, ticket)
     }
 }
 
 impl MpiInner {
-    /// Rejects a collective if its messages would exceed the request budget.
+    /// Rejects a collective if its requests and those in flight would exceed [`MAX_REQUESTS`].
     fn check_request_budget(&self, ctx: &GroupContext) -> Result<()> {
         let n_requests = |ctx: &GroupContext| 2 * (ctx.size() - 1);
         let in_flight = lock(&self.in_flight);
-        let taken: usize = in_flight.list.iter().map(|entry| n_requests(&entry.ctx)).sum();
-        if taken + n_requests(ctx) > MAX_REQUESTS {
+        let n_used: usize = in_flight.list.iter().map(|entry| n_requests(&entry.ctx)).sum();
+        if n_used + n_requests(ctx) > MAX_REQUESTS {
             bail!(
-                "{} collectives are in flight already, with {taken} of at most {MAX_REQUESTS} messages; \
+                "{} collectives are in flight already, with {n_used} of at most {MAX_REQUESTS} messages; \
                  wait for some of them",
                 in_flight.list.len()
             );
@@ -162,43 +172,50 @@ impl MpiInner {
         Ok(())
     }
 
-    /// Sends the headers of a collective.
-    fn begin(&self, ctx: &GroupContext, tensors: &[Tensor], round: Box<dyn MpiRound>) -> u64 {
+    /// Starts a collective with the exchange of its headers. Returns the collective's ticket.
+    fn start_with_headers(
+        &self,
+        ctx: &GroupContext,
+        tensors: &[Tensor],
+        round: Box<dyn MpiRound>,
+    ) -> u64 {
         let own = MemberHeader::without_data(call_hash(&ctx.call, tensors));
         let ticket = self.add_entry(ctx, |entry| {
             let messages = OwnedMessages::start(
                 entry.comm(self),
                 MessageKind::Header as i32,
                 entry.others().map(|from| (from, FIRST_BYTES)),
-                entry.others().map(|to| (to, own.bytes())),
+                entry.others().map(|to| (to, own.encode())),
             );
-            let messages = self.checked(ctx, messages);
+            let messages = self.or_exit(ctx, messages);
             CollectiveStage::Headers { messages, own, tensors: tensors.to_vec(), round }
         });
         self.progress();
         ticket
     }
 
-    #[expect(clippy::expect_used, reason = "tags are below `2 * N_TAGS`")]
+    #[expect(clippy::expect_used, reason = "tags are below `FIRST_TAG + 2 * N_TAG_PAIRS`")]
+    /// Adds a collective to the list, in the stage that `start_stage` starts. Returns its ticket.
     fn add_entry(
         &self,
         ctx: &GroupContext,
-        stage: impl FnOnce(&InFlightCollective) -> CollectiveStage,
+        start_stage: impl FnOnce(&InFlightCollective) -> CollectiveStage,
     ) -> u64 {
         let mut in_flight = lock(&self.in_flight);
         let set = self.topology.axes_longer_than_one() & ctx.call.set;
         let count = in_flight.n_started.entry(set).or_default();
         // Members start collectives in the same order, so a collective has the same tags on all of
         // them.
-        let tag = FIRST_TAG + 2 * i32::try_from(*count % N_TAGS).expect("a tag fits");
+        let first_tag = FIRST_TAG + 2 * i32::try_from(*count % N_TAG_PAIRS).expect("a tag fits");
         *count += 1;
         let ticket = in_flight.next_ticket;
         in_flight.next_ticket += 1;
-        let finished = CollectiveStage::Over(Ok(Vec::new()));
-        let mut entry = InFlightCollective { ticket, ctx: ctx.clone(), set, tag, stage: finished };
-        entry.stage = stage(&entry);
+        let stage = CollectiveStage::placeholder();
+        let mut entry = InFlightCollective { ticket, ctx: ctx.clone(), set, first_tag, stage };
+        entry.stage = start_stage(&entry);
         in_flight.list.push(entry);
-        // Only this thread reads it, or one that has taken a lock since.
+        // `Relaxed` suffices: another thread reads the count only after it has taken a lock in
+        // `CurrentCall::enter` that this thread has released.
         self.n_in_flight.store(in_flight.list.len(), Ordering::Relaxed);
         ticket
     }
@@ -215,23 +232,23 @@ impl MpiInner {
         progress
     }
 
-    /// Waits for a started collective.
+    /// Waits for a started collective, and returns its results. Ends all processes at the deadline.
     fn wait_for(&self, ctx: &GroupContext, ticket: u64) -> Results {
         let mut backoff = WaitBackoff::new(self.deadline);
         loop {
             let mut progress = TransferProgress::default();
             for _ in 0..POLLS {
                 progress = progress.then(self.progress());
-                if let Some(results) = self.outcome(ticket) {
+                if let Some(results) = self.take_results(ticket) {
                     return results;
                 }
             }
-            self.pause(ctx, &mut backoff, progress, || self.missing(ticket));
+            self.pause(ctx, &mut backoff, progress, || self.unfinished_ranks(ticket));
         }
     }
 
-    /// Takes the results of a collective and removes it, if it is over.
-    fn outcome(&self, ticket: u64) -> Option<Results> {
+    /// Removes a collective from the list and returns its results; returns `None` while it runs.
+    fn take_results(&self, ticket: u64) -> Option<Results> {
         let mut in_flight = lock(&self.in_flight);
         let position = in_flight.position(ticket);
         let CollectiveStage::Over(results) = &mut in_flight.list[position].stage else {
@@ -239,18 +256,24 @@ impl MpiInner {
         };
         let results = mem::replace(results, Ok(Vec::new()));
         in_flight.list.remove(position);
+        // `Relaxed` suffices for the reason in `add_entry`.
         self.n_in_flight.store(in_flight.list.len(), Ordering::Relaxed);
         Some(results)
     }
 
     /// Returns the ranks that a collective waits for.
-    fn missing(&self, ticket: u64) -> Vec<usize> {
+    fn unfinished_ranks(&self, ticket: u64) -> Vec<usize> {
         let in_flight = lock(&self.in_flight);
-        in_flight.list[in_flight.position(ticket)].missing()
+        in_flight.list[in_flight.position(ticket)].unfinished_ranks()
     }
 
-    /// Ends the program on an error of MPI, because started messages cannot be cancelled.
-    fn checked<T, E: Display>(&self, ctx: &GroupContext, result: std::result::Result<T, E>) -> T {
+    /// Returns the value of a result. Ends all processes on an error, because started messages
+    /// cannot be cancelled.
+    pub(super) fn or_exit<T, E: Display>(
+        &self,
+        ctx: &GroupContext,
+        result: std::result::Result<T, E>,
+    ) -> T {
         match result {
             Ok(value) => value,
             Err(error) => exit_all(&self.session.world, &format!("{error} in {}", ctx.call)),
@@ -259,23 +282,24 @@ impl MpiInner {
 }
 
 impl InFlightCollective {
-    /// Advances from stage to stage while messages have arrived; returns true on any progress.
+    /// Advances the data, and enters the next stage after each complete one. Returns true if
+    /// anything has moved.
     fn advance(&mut self, engine: &MpiInner) -> bool {
         let mut has_moved = self.advance_data(engine);
-        while self.has_arrived(engine) {
-            let stage = mem::replace(&mut self.stage, CollectiveStage::Over(Ok(Vec::new())));
-            self.stage = self.next_stage(stage, engine);
+        while self.is_stage_complete(engine) {
+            let stage = mem::replace(&mut self.stage, CollectiveStage::placeholder());
+            self.stage = self.start_next_stage(stage, engine);
             has_moved = true;
         }
         has_moved
     }
 
-    /// Advances the data of a round.
+    /// Advances the data of the current round; returns true if any chunk has moved.
     fn advance_data(&mut self, engine: &MpiInner) -> bool {
         match &mut self.stage {
             CollectiveStage::Data { stream, round, .. } => {
                 let has_moved = stream.advance(&mut **round);
-                engine.checked(&self.ctx, has_moved)
+                engine.or_exit(&self.ctx, has_moved)
             }
             CollectiveStage::Headers { .. }
             | CollectiveStage::Texts { .. }
@@ -283,40 +307,46 @@ impl InFlightCollective {
         }
     }
 
-    fn has_arrived(&mut self, engine: &MpiInner) -> bool {
-        let arrived = match &mut self.stage {
-            CollectiveStage::Headers { messages, .. } => messages.have_arrived(),
-            CollectiveStage::Texts { messages, rests, .. } => rests
-                .have_arrived()
-                .and_then(|have_rests| Ok(have_rests && messages.have_arrived()?)),
+    /// Returns true if all messages of the stage have been sent and received, so that the next
+    /// stage can start. The last stage is never complete.
+    fn is_stage_complete(&mut self, engine: &MpiInner) -> bool {
+        let are_complete = match &mut self.stage {
+            CollectiveStage::Headers { messages, .. } => messages.are_complete(),
+            CollectiveStage::Texts { messages, rests, .. } => match rests.are_complete() {
+                Ok(true) => messages.are_complete(),
+                incomplete_or_error => incomplete_or_error,
+            },
             CollectiveStage::Data { stream, .. } => return stream.is_over(),
             CollectiveStage::Over(_) => return false,
         };
-        engine.checked(&self.ctx, arrived)
+        engine.or_exit(&self.ctx, are_complete)
     }
 
-    fn next_stage(&self, stage: CollectiveStage, engine: &MpiInner) -> CollectiveStage {
+    /// Consumes the messages of a complete stage, and starts the stage after it.
+    fn start_next_stage(&self, stage: CollectiveStage, engine: &MpiInner) -> CollectiveStage {
         match stage {
             CollectiveStage::Headers { messages, own, tensors, round } => {
-                let arrived = engine.checked(&self.ctx, messages.arrived());
-                match self.find_mismatch(&own, &arrived) {
-                    None => self.round(engine, round, 0),
-                    Some(other) => self.texts(engine, &tensors, other, &arrived),
+                let headers = engine.or_exit(&self.ctx, messages.into_received());
+                match self.find_mismatch(&own, &headers) {
+                    None => self.start_data_stage(engine, round, 0),
+                    Some(other) => self.start_texts_stage(engine, &tensors, other, &headers),
                 }
             }
             CollectiveStage::Texts { messages, own, other, .. } => {
-                let arrived = engine.checked(&self.ctx, messages.arrived());
+                let texts = engine.or_exit(&self.ctx, messages.into_received());
                 let own_rank = self.ctx.rank;
                 let error = disagreement(&self.ctx, other, |rank| {
-                    if rank == own_rank { own.clone() } else { arrived[&rank].clone() }
+                    if rank == own_rank { own.clone() } else { texts[&rank].clone() }
                 });
                 exit_all(&engine.session.world, &error.to_string())
             }
-            CollectiveStage::Data { stream, round, index } => {
-                // Free its buffers before allocating the buffers of the next round.
+            CollectiveStage::Data { stream, round, round_index } => {
+                // Free the stream's buffers before allocating the buffers of the next round.
                 drop(stream);
                 match round.finish() {
-                    Ok(RoundOutcome::Round(round)) => self.round(engine, round, index + 1),
+                    Ok(RoundOutcome::Round(next)) => {
+                        self.start_data_stage(engine, next, round_index + 1)
+                    }
                     Ok(RoundOutcome::Results(results)) => CollectiveStage::Over(Ok(results)),
                     Err(error) => CollectiveStage::Over(Err(error)),
                 }
@@ -325,26 +355,32 @@ impl InFlightCollective {
         }
     }
 
-    /// Returns the first rank with another header hash than rank 0.
+    /// Returns the first rank whose header has a different hash from rank 0's.
     fn find_mismatch(
         &self,
         own: &MemberHeader,
-        arrived: &BTreeMap<usize, Vec<u8>>,
+        headers: &BTreeMap<usize, Vec<u8>>,
     ) -> Option<usize> {
         let hash = |rank| {
-            if rank == self.ctx.rank { own.hash } else { MemberHeader::read(&arrived[&rank]).hash }
+            if rank == self.ctx.rank { own.hash } else { MemberHeader::read(&headers[&rank]).hash }
         };
         (1..self.ctx.size()).find(|&rank| hash(rank) != hash(0))
     }
 
-    /// Starts a round of data.
-    fn round(&self, engine: &MpiInner, round: Box<dyn MpiRound>, index: i32) -> CollectiveStage {
-        let stream =
-            ChunkStream::start(self.comm(engine), self.tag + index, self.others(), &*round);
-        CollectiveStage::Data { stream: engine.checked(&self.ctx, stream), round, index }
+    /// Starts a round of data, after `round_index` earlier ones.
+    fn start_data_stage(
+        &self,
+        engine: &MpiInner,
+        round: Box<dyn MpiRound>,
+        round_index: i32,
+    ) -> CollectiveStage {
+        let tag = self.first_tag + round_index;
+        let stream = ChunkStream::start(self.comm(engine), tag, self.others(), &*round);
+        CollectiveStage::Data { stream: engine.or_exit(&self.ctx, stream), round, round_index }
     }
 
-    fn texts(
+    /// Starts the exchange of descriptions, since rank `other` does not agree with rank 0.
+    fn start_texts_stage(
         &self,
         engine: &MpiInner,
         tensors: &[Tensor],
@@ -355,7 +391,7 @@ impl InFlightCollective {
         let rests = OwnedMessages::start(
             self.comm(engine),
             MessageKind::Rest as i32,
-            headers.iter().map(|(from, header)| (*from, MemberHeader::read(header).rest_bytes())),
+            headers.iter().map(|(from, header)| (*from, MemberHeader::read(header).n_rest_bytes())),
             [],
         );
         let messages = OwnedMessages::start(
@@ -364,8 +400,8 @@ impl InFlightCollective {
             self.others().map(|from| (from, TEXT_BYTES)),
             self.others().map(|to| (to, own.clone())),
         );
-        let rests = engine.checked(&self.ctx, rests);
-        CollectiveStage::Texts { messages: engine.checked(&self.ctx, messages), rests, own, other }
+        let rests = engine.or_exit(&self.ctx, rests);
+        CollectiveStage::Texts { messages: engine.or_exit(&self.ctx, messages), rests, own, other }
     }
 
     fn comm<'a>(&self, engine: &'a MpiInner) -> &'a Communicator {
@@ -378,18 +414,18 @@ impl InFlightCollective {
         (0..self.ctx.size()).filter(move |&rank| rank != own_rank)
     }
 
-    /// Returns true if more than a header is in flight.
+    /// Returns true if data or descriptions are in flight, not only headers.
     fn is_moving(&self) -> bool {
         matches!(self.stage, CollectiveStage::Texts { .. } | CollectiveStage::Data { .. })
     }
 
     /// Returns the ranks with unfinished messages.
-    fn missing(&self) -> Vec<usize> {
+    fn unfinished_ranks(&self) -> Vec<usize> {
         match &self.stage {
             CollectiveStage::Headers { messages, .. } | CollectiveStage::Texts { messages, .. } => {
-                messages.missing().collect()
+                messages.unfinished_ranks().collect()
             }
-            CollectiveStage::Data { stream, .. } => stream.missing().collect(),
+            CollectiveStage::Data { stream, .. } => stream.unfinished_ranks().collect(),
             CollectiveStage::Over(_) => Vec::new(),
         }
     }

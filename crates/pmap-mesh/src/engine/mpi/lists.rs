@@ -1,4 +1,4 @@
-//! Reductions of lists in which each rank wants some of the tensors.
+//! Reductions of lists of tensors in which each rank wants only some of the tensors.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -12,7 +12,8 @@ use super::{
 use crate::{engine::layout::Run, reduce::Reduction};
 
 impl MpiCall<'_> {
-    /// Exchanges the indexes of the tensors that each rank wants; returns them by rank, in order.
+    /// Exchanges the indexes of the wanted tensors with all ranks. Returns the sorted indexes of
+    /// each rank, by rank.
     pub(super) fn exchange_requests(
         &self,
         list: &[Tensor],
@@ -23,25 +24,25 @@ impl MpiCall<'_> {
         Ok(all.iter().map(|flags| (0..flags.len()).filter(|&n| flags[n] != 0).collect()).collect())
     }
 
-    /// Exchanges byte strings of equal length; returns them by rank.
+    /// Exchanges byte strings of equal length with all ranks; returns the strings by rank.
     fn exchange_bytes(&self, list: &[Tensor], own: &[u8]) -> Result<Vec<Vec<u8>>> {
         let received = self.exchange_headers(list, 0, own)?;
         let mut all = vec![own.to_vec(); self.ctx.size()];
         let mut late = Vec::new();
         for (rank, bytes) in all.iter_mut().enumerate().filter(|(rank, _)| *rank != self.ctx.rank) {
-            if received.headers[rank].inline {
-                bytes.copy_from_slice(received.inline(rank));
+            if received.headers[rank].is_inline {
+                bytes.copy_from_slice(received.inline_data(rank));
             } else {
                 late.push((rank, MessageKind::Data, &mut bytes[..]));
             }
         }
-        let sent = if received.headers[self.ctx.rank].inline { &[] } else { own };
+        let sent = if received.headers[self.ctx.rank].is_inline { &[] } else { own };
         self.transfer(late, self.others().map(|to| (to, MessageKind::Data, sent)));
         Ok(all)
     }
 
-    /// Returns the reductions of the tensors that this rank wants, by index, given the wanted
-    /// tensors of each rank.
+    /// Returns the reductions of the tensors that this rank wants, by index. `wanted` has the
+    /// indexes that each rank wants.
     pub(super) fn reduce_wanted(
         &self,
         list: &[Tensor],
@@ -58,17 +59,18 @@ impl MpiCall<'_> {
                 sums.insert(n, sum);
             }
         }
-        // Sums for a single rank are sent to it directly.
+        // If only one rank wants a tensor, the others send their summands to that rank.
         let runs: Arc<[Vec<Run>]> = wanted
             .iter()
-            .map(|wanted| -> Vec<Run> {
-                let sole = wanted.iter().filter(|&&n| n_receivers[n] == 1);
+            .map(|indexes| -> Vec<Run> {
+                let sole = indexes.iter().filter(|&&n| n_receivers[n] == 1);
                 sole.map(|&tensor| Run { tensor, items: 0..list[tensor].elem_count() }).collect()
             })
             .collect();
         let own_runs = &runs[self.ctx.rank];
         let round = ReduceRound::for_runs(list, self.ctx.rank, Arc::clone(&runs), reduction)?;
-        for (Run { tensor, .. }, sum) in own_runs.iter().zip(self.run_agreed(Box::new(round))?) {
+        let own_sums = self.run_data_rounds(Box::new(round))?;
+        for (Run { tensor, .. }, sum) in own_runs.iter().zip(own_sums) {
             sums.insert(*tensor, sum.reshape(list[*tensor].shape())?);
         }
         Ok(sums)

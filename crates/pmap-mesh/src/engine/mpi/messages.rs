@@ -1,4 +1,4 @@
-//! Short messages with buffers owned by their requests, so that they may outlive the collective
+//! Short messages whose requests own the buffers, so that the messages may outlive the collective
 //! call that started them.
 
 use std::collections::BTreeMap;
@@ -14,8 +14,9 @@ pub(super) struct OwnedMessages {
 }
 
 impl OwnedMessages {
-    /// Starts messages to and from these ranks. Each pair of `incoming` has a rank and a maximum
-    /// length. Empty messages are not sent.
+    /// Starts messages to and from some ranks. Each pair of `incoming` has a rank and a maximum
+    /// length, and a message of length 0 is not received; each pair of `outgoing` has a rank and
+    /// the bytes for it.
     ///
     /// # Errors
     ///
@@ -26,9 +27,8 @@ impl OwnedMessages {
         incoming: impl IntoIterator<Item = (usize, usize)>,
         outgoing: impl IntoIterator<Item = (usize, Vec<u8>)>,
     ) -> Result<Self> {
-        let incoming = incoming.into_iter().filter(|(_, n_bytes)| *n_bytes > 0);
         let mut messages = Self { sends: Vec::new(), receives: Vec::new() };
-        for (from, n_bytes) in incoming {
+        for (from, n_bytes) in incoming.into_iter().filter(|(_, n_bytes)| *n_bytes > 0) {
             let receive = comm.recv_init(vec![0; n_bytes], rank_of(from), tag)?;
             messages.receives.push((from, receive));
         }
@@ -44,12 +44,12 @@ impl OwnedMessages {
     /// # Errors
     ///
     /// The errors of MPI.
-    pub(super) fn have_arrived(&mut self) -> Result<bool> {
-        let mut all = true;
+    pub(super) fn are_complete(&mut self) -> Result<bool> {
+        let mut are_complete = true;
         for request in self.requests() {
-            all &= request.test()?.is_some();
+            are_complete &= request.test()?.is_some();
         }
-        Ok(all)
+        Ok(are_complete)
     }
 
     fn requests(&mut self) -> impl Iterator<Item = &mut PersistentRequest<u8>> {
@@ -57,17 +57,18 @@ impl OwnedMessages {
     }
 
     /// Returns the ranks with unfinished messages.
-    pub(super) fn missing(&self) -> impl Iterator<Item = usize> {
+    pub(super) fn unfinished_ranks(&self) -> impl Iterator<Item = usize> {
         let requests = self.receives.iter().chain(&self.sends);
         requests.filter(|(_, request)| request.is_active()).map(|(rank, _)| *rank)
     }
 
-    /// Returns the message of each rank, after all have arrived.
+    /// Returns the received messages by rank, after all messages are
+    /// [complete](Self::are_complete).
     ///
     /// # Errors
     ///
     /// The errors of MPI.
-    pub(super) fn arrived(self) -> Result<BTreeMap<usize, Vec<u8>>> {
+    pub(super) fn into_received(self) -> Result<BTreeMap<usize, Vec<u8>>> {
         let received = self.receives.into_iter();
         received.map(|(from, request)| Ok((from, request.into_buffer()?))).collect()
     }

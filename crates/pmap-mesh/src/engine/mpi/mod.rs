@@ -1,8 +1,9 @@
-//! The engine of many processes: each is one slot, and they communicate through MPI.
+//! The engine of a mesh of processes: each process is one slot, and the processes communicate
+//! through MPI.
 //!
-//! All data move by nonblocking point-to-point messages, and none by MPI's reductions: their
+//! All data move in nonblocking messages between two ranks. MPI's reductions are not used: their
 //! summation order depends on the number of ranks, the size and the library, and they do not
-//! support halves.
+//! support half-precision types.
 
 mod backoff;
 mod bytes;
@@ -50,8 +51,9 @@ use crate::{
     sync::lock,
 };
 
-/// The largest number of axes longer than 1. Each set of such axes has a communicator: 63 of the
-/// 256 that ferrompi allows, so that four meshes can exist at a time.
+/// The largest number of axes longer than 1. Each set of such axes has a communicator, so a mesh
+/// has at most 63 of the 256 communicators that ferrompi allows, and four meshes can exist at a
+/// time.
 const MAX_AXES: usize = 6;
 
 /// This process's slot and its connection to the others.
@@ -65,23 +67,23 @@ struct MpiInner {
     /// The communicator of this slot's group along each set of axes longer than 1.
     groups: BTreeMap<AxisSet, Communicator>,
     counters: [TrafficCounter; 1],
-    /// The running collective. MPI takes one call at a time.
+    /// The running collective. MPI allows one call at a time.
     current: CurrentCall,
-    /// The mismatch that a collective of this call has found: the replica may ignore the error, but
-    /// the call must not succeed.
+    /// The mismatch that a collective of this call has returned, if any. Kept because the replica
+    /// may ignore the error, but the call must not succeed.
     disagreement: Mutex<Option<String>>,
-    /// The receive buffer for headers and small data, reused between calls like `parts`; an array
-    /// of words, so that items of any type are aligned. Lock this before `parts`. Neither lock is
-    /// ever contended, since one collective runs at a time.
+    /// The receive buffer for headers and small data, reused between calls like `parts`. Both are
+    /// arrays of words, so that items of any type are aligned. Lock `inbox` before `parts`. Neither
+    /// lock is ever contended, since one collective runs at a time.
     inbox: Mutex<Vec<u64>>,
     /// The receive buffer for summands of other ranks.
     parts: Mutex<Vec<u64>>,
-    /// The started collectives that were not waited for. Dropped before the session, because MPI
-    /// owns their requests.
+    /// The collectives in flight. Dropped before the session, because their requests must be freed
+    /// before MPI is finalized.
     in_flight: Mutex<InFlightList>,
-    /// The number of collectives in `in_flight`, so that most calls need not lock it.
+    /// The number of collectives in `in_flight`, so that most calls need not lock the list.
     n_in_flight: AtomicUsize,
-    /// Dropped last.
+    /// Dropped after all other fields.
     session: Arc<MpiSession>,
 }
 
@@ -149,8 +151,8 @@ impl Mpi {
         Ok(Some(MpiCall { engine, ctx, comm: &engine.groups[&set], _guard: guard }))
     }
 
-    /// Returns the reductions of the tensors of a list that this rank wants.
-    #[expect(clippy::expect_used, reason = "groups of one are served by `replica::alone`")]
+    /// Returns the reductions of the tensors of a list that this rank wants, given their indexes.
+    #[expect(clippy::expect_used, reason = "groups of one are served by `replica::single`")]
     fn reduce_wanted(
         &self,
         ctx: &GroupContext,
@@ -166,11 +168,13 @@ impl Mpi {
     }
 }
 
-/// The protocol of a collective of lists.
+/// The protocol of a collective on lists of tensors.
 enum ListProtocol {
-    /// Rounds of messages. All members pass `tensors` with equal dtypes and shapes.
-    Round { round: Box<dyn MpiRound>, tensors: Vec<Tensor> },
-    /// An exchange of the wanted tensors, then rounds of messages.
+    /// Rounds of messages, beginning with `round`. All members pass `tensors` with equal dtypes and
+    /// shapes.
+    Rounds { round: Box<dyn MpiRound>, tensors: Vec<Tensor> },
+    /// An exchange of the indexes in `own`, the tensors that this rank wants, then rounds of
+    /// messages.
     WantedTensors { list: Vec<Tensor>, own: Vec<usize>, reduction: Reduction },
 }
 
@@ -192,7 +196,7 @@ impl ListProtocol {
                 return Ok(Self::WantedTensors { list, own, reduction });
             }
         };
-        Ok(Self::Round { round, tensors })
+        Ok(Self::Rounds { round, tensors })
     }
 }
 
@@ -203,12 +207,12 @@ fn groups(
     slot: usize,
 ) -> error::Result<BTreeMap<AxisSet, Communicator>> {
     let long = topology.axes_longer_than_one();
-    // Every process must split in the same order: the order of the sets' bits.
+    // Every process must split the world in the same order of sets.
     let mut groups = BTreeMap::new();
     for set in (1..=long).filter(|set| set & !long == 0) {
         let span = topology.groups(set).position(slot);
-        let comm = session.world.split(Some(rank_of(span.group)), rank_of(span.rank));
-        let comm = comm.map_err(|error| mpi_error(error.to_string()))?;
+        let split = session.world.split(Some(rank_of(span.group)), rank_of(span.rank));
+        let comm = split.map_err(|error| mpi_error(error.to_string()))?;
         groups.insert(set, comm.ok_or_else(|| mpi_error("no communicator was made".into()))?);
     }
     Ok(groups)
@@ -238,8 +242,8 @@ impl Backend for Mpi {
         lists: error::Result<Vec<Vec<Tensor>>>,
     ) -> error::Result<Vec<Vec<Tensor>>> {
         let MpiInner { topology, slot, .. } = &*self.0;
-        let span = ProcessSlot { topology, slot: *slot, device: &Device::Cpu };
-        processes::process_allgather(self, &span, purpose, lists)
+        let process = ProcessSlot { topology, slot: *slot, device: &Device::Cpu };
+        processes::process_allgather(self, &process, purpose, lists)
     }
 }
 
@@ -250,8 +254,8 @@ impl Engine for Mpi {
         let mut sums = buffer(host.dtype(), host.elem_count())?;
         with_bytes(&host, |bytes| {
             let received = call.exchange_headers(slice::from_ref(&host), 0, bytes)?;
-            if received.headers[ctx.rank].inline {
-                let summands = received.all_inline(bytes, ctx.rank);
+            if received.headers[ctx.rank].is_inline {
+                let summands = received.all_inline_data(bytes, ctx.rank);
                 reduce::raw_items(host.dtype(), &summands, reduction, sums.bytes_mut())
             } else {
                 call.reduce(host.dtype(), bytes, sums.bytes_mut(), reduction)
@@ -273,11 +277,11 @@ impl Engine for Mpi {
         let Some(call) = self.enter(ctx)? else {
             return parts.iter().map(contiguous_copy).collect();
         };
-        // Copy the parts: two read locks on one storage deadlock if another thread requests the
-        // write lock between them.
-        let to_host: Vec<Tensor> =
+        // Copy the parts: a second read lock on the same storage deadlocks if another thread
+        // requests the write lock after the first.
+        let host: Vec<Tensor> =
             parts.iter().map(|part| contiguous_copy(&to_host(part)?)).collect::<Result<_>>()?;
-        let arrived = call.swap(&to_host)?;
+        let arrived = call.swap(&host)?;
         arrived.iter().map(|part| part.to_device(parts[ctx.rank].device())).collect()
     }
 
@@ -297,7 +301,7 @@ impl Engine for Mpi {
 
     fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {
         match ListProtocol::new(ctx, work)? {
-            ListProtocol::Round { round, tensors } => self.run_round(ctx, &tensors, round),
+            ListProtocol::Rounds { round, tensors } => self.run_collective(ctx, &tensors, round),
             ListProtocol::WantedTensors { list, own, reduction } => {
                 self.reduce_wanted(ctx, &list, &own, reduction)
             }
@@ -306,10 +310,10 @@ impl Engine for Mpi {
 
     fn start(&self, ctx: &GroupContext, work: ListRequest) -> Result<Box<dyn PendingCollective>> {
         Ok(match ListProtocol::new(ctx, work)? {
-            ListProtocol::Round { round, tensors } => {
-                Box::new(self.start_round(ctx, &tensors, round)?)
+            ListProtocol::Rounds { round, tensors } => {
+                Box::new(self.start_collective(ctx, &tensors, round)?)
             }
-            // Nothing can be sent before the other ranks' wishes are known, so run it now.
+            // Run the collective now: no data can be sent before all ranks know the wanted tensors.
             ListProtocol::WantedTensors { list, own, reduction } => {
                 Box::new(FinishedCollective(self.reduce_wanted(ctx, &list, &own, reduction)?))
             }
@@ -334,12 +338,12 @@ impl Engine for Mpi {
         }
     }
 
-    /// Does not return: the others wait in MPI, and only the end of the program releases them.
+    /// Ends the program: the other processes wait in MPI, and nothing else ends their wait.
     fn fail(&self, error: Error) {
         session::exit_all(&self.0.session.world, &error.to_string());
     }
 
-    /// Returns `None`: a failing replica ends the program.
+    /// Returns `None`, because a failing replica ends the program.
     fn failure(&self) -> Option<Error> {
         None
     }

@@ -1,4 +1,4 @@
-//! Collectives that move tensors.
+//! Collectives that move tensors without reducing them.
 
 use std::slice;
 
@@ -15,8 +15,8 @@ use super::{
 const NO_SENDER: u64 = u64::MAX;
 
 impl MpiCall<'_> {
-    /// Gathers the items of all members by rank, and the shape of each member's tensor; `bytes` are
-    /// the bytes of `host`.
+    /// Returns the items of all members in one dimension, by rank, and the shape of each member's
+    /// tensor. `bytes` are the bytes of `host`.
     pub(super) fn gather(&self, host: &Tensor, bytes: &[u8]) -> Result<(Tensor, Vec<Vec<usize>>)> {
         let own_size = match self.ctx.call.free_dim {
             Some(dim) => host.dims()[dim] as u64,
@@ -37,13 +37,13 @@ impl MpiCall<'_> {
         for (rank, part) in parts.into_iter().enumerate() {
             if rank == self.ctx.rank {
                 part.copy_from_slice(bytes);
-            } else if received.headers[rank].inline {
-                part.copy_from_slice(received.inline(rank));
+            } else if received.headers[rank].is_inline {
+                part.copy_from_slice(received.inline_data(rank));
             } else {
                 late.push((rank, MessageKind::Data, part));
             }
         }
-        let own = if received.headers[self.ctx.rank].inline { &[] } else { bytes };
+        let own = if received.headers[self.ctx.rank].is_inline { &[] } else { bytes };
         self.transfer(late, self.others().map(|to| (to, MessageKind::Data, own)));
         Ok((all.tensor(&[total])?, shapes))
     }
@@ -52,13 +52,12 @@ impl MpiCall<'_> {
     fn shape(&self, own: &Tensor, header: &MemberHeader) -> Result<Vec<usize>> {
         let mut dims = own.dims().to_vec();
         if let Some(dim) = self.ctx.call.free_dim {
-            dims[dim] = usize::try_from(header.aux)?;
+            dims[dim] = usize::try_from(header.size_or_sender)?;
         }
         Ok(dims)
     }
 
-    /// Sends `parts[n]` to each rank n; returns the parts that all ranks have for this one, by
-    /// rank.
+    /// Sends `parts[n]` to each rank n. Returns the part that each rank sends to this one, by rank.
     pub(super) fn swap(&self, parts: &[Tensor]) -> Result<Vec<Tensor>> {
         self.exchange_headers(parts, 0, &[])?;
         let own_rank = self.ctx.rank;
@@ -77,8 +76,8 @@ impl MpiCall<'_> {
         arrived.into_iter().map(|part| part.tensor(own.dims())).collect()
     }
 
-    /// Receives the tensor of rank `from`, if this rank receives one, and sends `bytes`, of the
-    /// dtype and shape of `x`.
+    /// Sends `bytes` to the ranks that receive from this one, and returns the tensor of rank
+    /// `from`, if any. All tensors have the dtype and shape of `x`.
     pub(super) fn receive(
         &self,
         x: &Tensor,
@@ -94,8 +93,8 @@ impl MpiCall<'_> {
         let into = arrived.bytes_mut();
         match from {
             Some(from) if from == self.ctx.rank => into.copy_from_slice(bytes),
-            Some(from) if received.headers[from].inline => {
-                into.copy_from_slice(received.inline(from));
+            Some(from) if received.headers[from].is_inline => {
+                into.copy_from_slice(received.inline_data(from));
             }
             Some(_) | None => {}
         }
@@ -103,8 +102,8 @@ impl MpiCall<'_> {
         from.map(|_| arrived.tensor(x.dims())).transpose()
     }
 
-    /// Sends `bytes` to the ranks that want them, and receives from rank `from`, unless the headers
-    /// contained the data.
+    /// Sends `bytes` to the ranks that receive from this one, and receives the data of rank `from`
+    /// into `into`. Data that came with a header are not sent again.
     fn deliver(
         &self,
         headers: &[MemberHeader],
@@ -113,22 +112,23 @@ impl MpiCall<'_> {
         from: Option<usize>,
     ) {
         let own_rank = self.ctx.rank;
-        let is_broadcast = headers.iter().all(|header| header.aux == headers[0].aux);
+        let sender_of = |header: &MemberHeader| header.size_or_sender;
+        let is_broadcast = headers.iter().all(|header| sender_of(header) == sender_of(&headers[0]));
         match from {
             Some(root) if is_broadcast && headers.len() > 2 => {
-                if !headers[root].inline {
+                if !headers[root].is_inline {
                     // A broadcast uses a tree, instead of one rank that sends to all.
                     self.broadcast(into, root);
                 }
             }
             Some(_) | None => {
-                let from = from.filter(|&from| from != own_rank && !headers[from].inline);
-                let to = self
-                    .others()
-                    .filter(|&to| headers[to].aux == own_rank as u64 && !headers[own_rank].inline);
+                let sender = from.filter(|&from| from != own_rank && !headers[from].is_inline);
+                let receivers = self.others().filter(|&to| {
+                    sender_of(&headers[to]) == own_rank as u64 && !headers[own_rank].is_inline
+                });
                 self.transfer(
-                    from.map(|from| (from, MessageKind::Data, into)),
-                    to.map(|to| (to, MessageKind::Data, bytes)),
+                    sender.map(|from| (from, MessageKind::Data, into)),
+                    receivers.map(|to| (to, MessageKind::Data, bytes)),
                 );
             }
         }

@@ -25,19 +25,20 @@ use crate::{
 /// communicator.
 const LEAVE_TAG: i32 = 1;
 
-/// This process's membership in the MPI program: initialized once, and finalized when the last
-/// clone is dropped.
+/// This process's membership in the MPI program. MPI is initialized once, and finalized when the
+/// session is dropped.
 ///
 /// `ferrompi::Mpi` must stay on the thread that created it, so a separate thread owns it.
 /// Communicators may be used on any thread.
 pub(crate) struct MpiSession {
     pub(super) world: Arc<Communicator>,
-    /// The thread that calls functions of meshes, once one has. Locked while a mesh is built, since
-    /// that calls MPI too.
+    /// The thread that calls functions of meshes; `None` before the first call. Locked while a mesh
+    /// is built, since building calls MPI too.
     caller: Mutex<Option<ThreadId>>,
-    /// The communicators of dropped meshes, to be freed later: any thread may drop a mesh at any
-    /// time, and freeing them calls MPI.
+    /// The communicators of dropped meshes. They are freed later, because freeing calls MPI, and
+    /// any thread may drop a mesh at any time.
     unused: Mutex<Vec<Communicator>>,
+    /// The channel that is closed to let `owner` finalize MPI.
     release: Option<mpsc::Sender<()>>,
     owner: Option<JoinHandle<()>>,
 }
@@ -50,9 +51,8 @@ impl MpiSession {
         Self::start_within(PROCESS_DEADLINE)
     }
 
-    /// Returns this process's session, which meshes may use already. The first call initializes
-    /// MPI, which waits until all processes start or `deadline` has passed; it is possible only
-    /// once.
+    /// Returns this process's session. If there is none yet, initializes MPI, which is possible
+    /// only once, and waits until all processes have started or `deadline` has passed.
     pub(crate) fn start_within(deadline: Duration) -> Result<Arc<Self>> {
         static CURRENT: Mutex<Weak<MpiSession>> = Mutex::new(Weak::new());
         let mut current = lock(&CURRENT);
@@ -73,7 +73,7 @@ impl MpiSession {
             .map_err(|error| mpi_error(error.to_string()))?;
         let world = match start.recv_timeout(deadline) {
             Ok(world) => world.map_err(mpi_error)?,
-            // The thread stays behind in MPI, since it cannot be interrupted there.
+            // The new thread is not joined, because a call of MPI cannot be interrupted.
             Err(RecvTimeoutError::Timeout) => {
                 return Err(mpi_error(format!(
                     "after {deadline:?} not all processes have started a mesh; one may have ended before"
@@ -103,8 +103,8 @@ impl MpiSession {
         index(self.world.size())
     }
 
-    /// Rejects a call of a function of any mesh from a second thread, since MPI is initialized for
-    /// one thread at a time.
+    /// Rejects calls of mesh functions from a second thread, since MPI is initialized for calls
+    /// from one thread at a time.
     pub(super) fn check_caller(&self) -> Result<(), ProcessError> {
         let current = thread::current().id();
         if *lock(&self.caller).get_or_insert(current) == current {
@@ -118,7 +118,8 @@ impl MpiSession {
     ///
     /// # Errors
     ///
-    /// [`ProcessError::WrongThread`] if another thread calls functions, and the errors of `make`.
+    /// [`ProcessError::WrongThread`] if another thread calls functions of meshes, and the errors of
+    /// `make`.
     pub(super) fn while_no_other_calls<T>(&self, make: impl FnOnce() -> Result<T>) -> Result<T> {
         let caller = lock(&self.caller);
         if caller.is_some_and(|caller| caller != thread::current().id()) {
@@ -128,40 +129,43 @@ impl MpiSession {
         make()
     }
 
-    /// Stores communicators until no thread can be in MPI.
+    /// Stores communicators, to free them when no thread can be in MPI.
     pub(super) fn free_later(&self, communicators: impl IntoIterator<Item = Communicator>) {
         lock(&self.unused).extend(communicators);
     }
 
-    /// Returns true if a process has dropped its last mesh and makes no more collectives.
+    /// Returns true if the process of a rank has dropped its last mesh, so that it runs no more
+    /// collectives.
     pub(super) fn has_left(&self, rank: usize) -> ferrompi::Result<bool> {
         let message = self.world.iprobe::<u8>(Source::Rank(rank_of(rank)), LEAVE_TAG)?;
         Ok(message.is_some())
     }
 
-    /// Announces that this process makes no more collectives, and waits until the others announce
-    /// it too: MPI cannot be finalized before.
+    /// Announces to all other processes that this process runs no more collectives, and waits for
+    /// their announcements: only then can MPI be finalized.
     fn announce_leave(&self) -> ferrompi::Result<()> {
         let own = self.rank();
-        let mut places = vec![0_u8; self.size()];
+        let mut received = vec![0_u8; self.size()];
         ferrompi::scope(|scope| {
             let mut requests: Vec<Request<'_>> = Vec::new();
-            for (rank, span) in places.chunks_mut(1).enumerate().filter(|(rank, _)| *rank != own) {
+            let spans = received.chunks_mut(1).enumerate();
+            for (rank, span) in spans.filter(|(rank, _)| *rank != own) {
                 requests.push(self.world.irecv(scope, span, rank_of(rank), LEAVE_TAG)?);
             }
             for rank in (0..self.size()).filter(|&rank| rank != own) {
                 requests.push(self.world.isend(scope, &[1_u8], rank_of(rank), LEAVE_TAG)?);
             }
-            // No deadline, as in MPI's finalization: another rank may work for long without a mesh.
+            // MPI's finalization has no deadline either: another rank may work for long before it
+            // drops its mesh.
             let mut backoff = WaitBackoff::new(Duration::MAX);
             while !requests.is_empty() {
-                let mut left = Vec::new();
+                let mut unfinished = Vec::new();
                 for mut request in mem::take(&mut requests) {
                     if request.test()?.is_none() {
-                        left.push(request);
+                        unfinished.push(request);
                     }
                 }
-                requests = left;
+                requests = unfinished;
                 backoff.pause(TransferProgress::default());
             }
             Ok(())
@@ -170,7 +174,7 @@ impl MpiSession {
 
     /// Broadcasts the `bytes` of a rank to all processes.
     #[cfg(feature = "nccl")]
-    #[expect(clippy::expect_used, reason = "MPI counts its ranks in 32 bits")]
+    #[expect(clippy::expect_used, reason = "MPI ranks are 32-bit numbers")]
     pub(crate) fn broadcast(&self, bytes: &mut [u8], from: usize) -> Result<()> {
         let from = i32::try_from(from).expect("a rank of the program");
         self.world.broadcast(bytes, from).map_err(|error| mpi_error(error.to_string()))
@@ -182,8 +186,8 @@ impl MpiSession {
         exit_all(&self.world, reason)
     }
 
-    /// Installs a panic hook that ends all processes: otherwise an unwinding rank would wait for
-    /// the others in MPI's finalization, and they would wait for it.
+    /// Installs a panic hook that ends all processes. Without the hook, an unwinding rank would
+    /// wait for the other ranks in MPI's finalization while they wait for a message of this rank.
     fn exit_on_panic(&self) {
         let world = Arc::clone(&self.world);
         let previous = std::panic::take_hook();
@@ -218,13 +222,13 @@ impl fmt::Debug for MpiSession {
     }
 }
 
-/// Initializes MPI, sends the world or the reason of the failure, and finalizes MPI on the same
-/// thread when the session is dropped.
+/// Initializes MPI, sends the world communicator or the reason of the failure, and finalizes MPI on
+/// the same thread when the session is dropped.
 fn own_mpi(started: &SyncSender<Result<Communicator, String>>, released: &Receiver<()>) {
     match ferrompi::Mpi::init_thread(ThreadLevel::Serialized) {
         Ok(mpi) if mpi.thread_level() >= ThreadLevel::Serialized => {
             drop(started.send(Ok(mpi.world())));
-            // `recv` returns when the session is dropped: an error, since nothing is ever sent.
+            // Nothing is ever sent: `recv` returns an error when the session is dropped.
             let _ = released.recv();
         }
         Ok(mpi) => drop(started.send(Err(format!(
@@ -250,7 +254,7 @@ fn mpi_error(reason: String) -> Error {
 }
 
 /// Converts a rank to MPI's type.
-#[expect(clippy::expect_used, reason = "a mesh has fewer slots than 32 bits count")]
+#[expect(clippy::expect_used, reason = "a mesh has fewer than 2^31 slots")]
 pub(super) fn rank_of(rank: usize) -> i32 {
     i32::try_from(rank).expect("ranks are below the number of slots")
 }

@@ -1,5 +1,5 @@
-//! The data of one round, sent and received in chunks, so that buffers stay small however long the
-//! lists are.
+//! The data of one round, sent and received in chunks, so that buffers stay small for lists of any
+//! size.
 
 use std::ops::Range;
 
@@ -11,22 +11,22 @@ use super::{
     session::rank_of,
 };
 
-/// The bytes of a collective in flight in each direction. Chunks of a megabyte and more are as fast
-/// as one message of everything, and chunks that fit a second-level cache are faster.
+/// The bytes of one collective that are in flight in each direction. Chunks of a megabyte or more
+/// are as fast as a single message, and chunks that fit a second-level cache are faster.
 const WINDOW_BYTES: usize = 4 << 20;
-/// The smallest chunk, in a large group.
+/// The chunk size, in bytes, in a group of many ranks.
 const MIN_CHUNK_BYTES: usize = 64 << 10;
 
-/// The messages of one round of a collective. Their requests own the buffers, so that they may
-/// outlive the code that started them.
+/// The messages of one round of a collective. Their requests own the buffers, so that the messages
+/// may outlive the code that started them.
 pub(super) struct ChunkStream {
     sends: Vec<ChunkChannel>,
-    /// One channel for each rank, by rank.
+    /// One channel for each rank that sends words, in the order of ranks.
     receives: Vec<ChunkChannel>,
 }
 
-/// The words between this rank and another one, in chunks of one size. The last chunk is padded
-/// with words that are ignored.
+/// The words that this rank sends to or receives from another rank, in chunks of one size. The last
+/// chunk is padded with words that the receiver ignores.
 struct ChunkChannel {
     rank: usize,
     n_words: usize,
@@ -37,7 +37,7 @@ struct ChunkChannel {
 }
 
 impl ChunkStream {
-    /// Starts the messages of a round to and from these ranks, in their order.
+    /// Starts the messages of a round to and from `others`, in the order of these ranks.
     ///
     /// # Errors
     ///
@@ -69,7 +69,7 @@ impl ChunkStream {
             has_moved = true;
         }
         for channel in &mut self.sends {
-            while !channel.is_over() && channel.has_arrived()? {
+            while !channel.is_over() && channel.is_chunk_done()? {
                 channel.start += channel.chunk_words;
                 channel.send(round)?;
                 has_moved = true;
@@ -80,46 +80,52 @@ impl ChunkStream {
 
     /// Returns true if everything has been sent and received.
     pub(super) fn is_over(&self) -> bool {
-        self.missing().next().is_none()
+        self.unfinished_ranks().next().is_none()
     }
 
     /// Returns the ranks with unfinished messages.
-    pub(super) fn missing(&self) -> impl Iterator<Item = usize> {
+    pub(super) fn unfinished_ranks(&self) -> impl Iterator<Item = usize> {
         let channels = self.receives.iter().chain(&self.sends);
         channels.filter(|channel| !channel.is_over()).map(|channel| channel.rank)
     }
 
-    /// Passes the next chunk of each rank to the round, if all of these have arrived.
+    /// Passes the next chunk of each open channel to the round, if all of these have arrived.
+    /// Returns true if so.
     fn consume(&mut self, round: &mut dyn MpiRound) -> Result<bool> {
-        let mut is_complete = !self.receives.iter().all(ChunkChannel::is_over);
+        if self.receives.iter().all(ChunkChannel::is_over) {
+            return Ok(false);
+        }
+        let mut have_arrived = true;
         for channel in self.receives.iter_mut().filter(|channel| !channel.is_over()) {
-            is_complete &= channel.has_arrived()?;
+            have_arrived &= channel.is_chunk_done()?;
         }
-        if is_complete {
-            let open = self.receives.iter().filter(|channel| !channel.is_over());
-            let chunks: Vec<ReceivedChunk<'_>> =
-                open.map(ChunkChannel::chunk).collect::<Result<_>>()?;
-            round.consume(&chunks)?;
-            for channel in self.receives.iter_mut().filter(|channel| !channel.is_over()) {
-                channel.start += channel.chunk_words;
-                channel.receive()?;
-            }
+        if !have_arrived {
+            return Ok(false);
         }
-        Ok(is_complete)
+        let open = self.receives.iter().filter(|channel| !channel.is_over());
+        let chunks: Vec<ReceivedChunk<'_>> =
+            open.map(ChunkChannel::chunk).collect::<Result<_>>()?;
+        round.consume(&chunks)?;
+        for channel in self.receives.iter_mut().filter(|channel| !channel.is_over()) {
+            channel.start += channel.chunk_words;
+            channel.receive()?;
+        }
+        Ok(true)
     }
 }
 
-/// Returns a channel for each rank with a positive number of words.
+/// Returns a channel for each rank with a positive number of words, given pairs of a rank and its
+/// number of words. `new_request` takes a buffer for one chunk, and the rank.
 fn channels(
-    n_words: impl Iterator<Item = (usize, usize)> + Clone,
-    request: impl Fn(Vec<u64>, usize) -> ferrompi::Result<PersistentRequest<u64>>,
+    words_by_rank: impl Iterator<Item = (usize, usize)> + Clone,
+    new_request: impl Fn(Vec<u64>, usize) -> ferrompi::Result<PersistentRequest<u64>>,
 ) -> Result<Vec<ChunkChannel>> {
-    let most = max_chunk_words(n_words.clone().count());
-    n_words
+    let most = max_chunk_words(words_by_rank.clone().count());
+    words_by_rank
         .filter(|(_, n_words)| *n_words > 0)
         .map(|(rank, n_words)| {
             let chunk_words = chunk_words(n_words, most);
-            let request = request(vec![0; chunk_words], rank).map_err(Error::wrap)?;
+            let request = new_request(vec![0; chunk_words], rank).map_err(Error::wrap)?;
             Ok(ChunkChannel { rank, n_words, request, chunk_words, start: 0 })
         })
         .collect()
@@ -130,13 +136,14 @@ fn max_chunk_words(n_ranks: usize) -> usize {
     (WINDOW_BYTES / n_ranks.max(1)).max(MIN_CHUNK_BYTES) / size_of::<u64>()
 }
 
-/// Returns the size of the chunks for `n_words`: as few equal chunks as possible, so that the last
-/// one has little padding.
+/// Returns the chunk size for `n_words` words. There are as few chunks of at most `most` words as
+/// possible, and all have one size, so that the last chunk has little padding.
 fn chunk_words(n_words: usize, most: usize) -> usize {
     n_words.div_ceil(n_words.div_ceil(most))
 }
 
 impl ChunkChannel {
+    /// Returns true if all chunks have been sent or received.
     fn is_over(&self) -> bool {
         self.start >= self.n_words
     }
@@ -146,11 +153,12 @@ impl ChunkChannel {
         self.start..self.n_words.min(self.start + self.chunk_words)
     }
 
-    fn has_arrived(&mut self) -> Result<bool> {
+    /// Returns true if the chunk in flight has been sent or received.
+    fn is_chunk_done(&mut self) -> Result<bool> {
         Ok(self.request.test().map_err(Error::wrap)?.is_some())
     }
 
-    /// Returns the arrived chunk.
+    /// Returns the chunk that has been received.
     fn chunk(&self) -> Result<ReceivedChunk<'_>> {
         let range = self.words();
         let words = &self.request.buffer().map_err(Error::wrap)?[..range.len()];

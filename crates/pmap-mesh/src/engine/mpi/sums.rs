@@ -11,13 +11,13 @@ use crate::{
     sync::lock,
 };
 
-/// The bytes of the sum that each member computes per chunk. Received summands are then added while
-/// they are still in a second-level cache of about a megabyte.
+/// The size, in bytes, of the part that each member reduces per chunk. Parts of this size are added
+/// while the received summands are still in a second-level cache of about a megabyte.
 const PART_BYTES: usize = 256 << 10;
 
 impl MpiCall<'_> {
-    /// Reduces the `x` of all members, which have equal length. Each member computes a part, chunk
-    /// by chunk.
+    /// Reduces the `x` of all members, which have equal lengths, into `sums`. Of each chunk, each
+    /// member reduces one part and sends the result to all others.
     pub(super) fn reduce(
         &self,
         dtype: DType,
@@ -47,7 +47,7 @@ impl MpiCall<'_> {
             items.start * item_bytes..items.end * item_bytes
         };
         let mut parts = lock(&self.engine.parts);
-        let summands = self.collect(|rank| &x[span(rank)], &mut parts);
+        let summands = self.collect_summands(|rank| &x[span(rank)], &mut parts);
         let mut results = split(sums, (0..size).map(|rank| span(rank).len()));
         reduce::raw_items(dtype, &summands, reduction, results[own_rank])?;
         let own = &*mem::take(&mut results[own_rank]);
@@ -59,20 +59,24 @@ impl MpiCall<'_> {
         Ok(())
     }
 
-    /// Sends `x(n)` to each rank n. Returns the part that each rank sends to this one, by rank, with
-    /// this rank's own part among them.
+    /// Sends `part_for(n)` to each other rank n. Returns the parts of all ranks for this rank, by
+    /// rank, including its own. The other ranks' parts are received into `buffer`.
     ///
-    /// The parts have equal length; returns an empty list if it is 0.
-    fn collect<'x>(&self, x: impl Fn(usize) -> &'x [u8], parts: &'x mut Vec<u64>) -> Vec<&'x [u8]> {
+    /// All parts for this rank have the same length; returns an empty list if this length is 0.
+    fn collect_summands<'x>(
+        &self,
+        part_for: impl Fn(usize) -> &'x [u8],
+        buffer: &'x mut Vec<u64>,
+    ) -> Vec<&'x [u8]> {
         let own_rank = self.ctx.rank;
-        let own = x(own_rank);
-        let arrived = grown_bytes(parts, own.len() * (self.ctx.size() - 1));
-        // The chunk length must not be 0; an empty part has no chunks for any length.
+        let own = part_for(own_rank);
+        let arrived = resize_bytes(buffer, own.len() * (self.ctx.size() - 1));
+        // `max` only avoids a panic for the length 0: an empty buffer has no chunks of any length.
         let places = arrived.chunks_exact_mut(own.len().max(1)).enumerate();
         self.transfer(
             // The n-th place belongs to the n-th other rank.
             places.map(|(n, part)| (n + usize::from(n >= own_rank), MessageKind::Data, part)),
-            self.others().map(|to| (to, MessageKind::Data, x(to))),
+            self.others().map(|to| (to, MessageKind::Data, part_for(to))),
         );
         let mut all: Vec<&[u8]> = arrived.chunks_exact(own.len().max(1)).collect();
         if !own.is_empty() {
@@ -82,8 +86,8 @@ impl MpiCall<'_> {
     }
 }
 
-/// Returns the first `n_bytes` bytes of a buffer of words, which grows if needed.
-fn grown_bytes(buffer: &mut Vec<u64>, n_bytes: usize) -> &mut [u8] {
+/// Returns the first `n_bytes` bytes of a buffer of words, which grows if it is too small.
+fn resize_bytes(buffer: &mut Vec<u64>, n_bytes: usize) -> &mut [u8] {
     let n_words = n_bytes.div_ceil(size_of::<u64>());
     if buffer.len() < n_words {
         buffer.resize(n_words, 0);

@@ -14,13 +14,13 @@ use crate::{
     error::CollectiveError,
 };
 
-/// The longest single message: below version 4, MPI counts in 32 bits.
+/// The longest single message, in bytes: MPI counts in 32 bits before version 4.
 pub(super) const MESSAGE_BYTES: usize = 1 << 30;
-/// The most requests of all collectives in flight; a running call may use as many. Together they
-/// are the most that ferrompi holds for a process, which aborts beyond it.
+/// The most requests of all collectives in flight. A running call may use as many in addition.
+/// ferrompi holds twice this number for a process, and aborts the process beyond it.
 pub(super) const MAX_REQUESTS: usize = 8192;
-/// The number of polls between two looks at the clock. A poll takes some 100 ns, so a message that
-/// arrives within microseconds finds its receiver awake.
+/// The number of polls between two readings of the clock. A poll takes some 100 ns, so a message
+/// that arrives within microseconds finds its receiver awake.
 pub(super) const POLLS: u32 = 64;
 
 /// The kind of a message. Messages of one kind between two processes arrive in order.
@@ -37,6 +37,16 @@ pub(super) type IncomingMessage<'a> = (usize, MessageKind, &'a mut [u8]);
 /// A message to send: the rank, the kind, and the bytes.
 pub(super) type OutgoingMessage<'a> = (usize, MessageKind, &'a [u8]);
 
+/// The messages that a wait is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum AwaitedMessages {
+    /// The first messages of a collective. The wait may be long, since members call the collective
+    /// at different times.
+    Headers,
+    /// Messages that follow the headers.
+    Data,
+}
+
 /// A running collective of this slot.
 pub(super) struct MpiCall<'a> {
     pub(super) engine: &'a MpiInner,
@@ -46,15 +56,15 @@ pub(super) struct MpiCall<'a> {
 }
 
 impl MpiCall<'_> {
-    /// Returns the ranks of the other members, beginning with the next one, so that not all send to
-    /// the same rank first.
+    /// Returns the ranks of the other members, beginning with the rank after this one, so that not
+    /// all members send to the same rank first.
     pub(super) fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let size = self.ctx.size();
         let rank = self.ctx.rank;
         (1..size).map(move |step| (rank + step) % size)
     }
 
-    /// Receives and sends all of these messages. Empty messages are not sent.
+    /// Receives and sends messages, and waits for all of them. Empty messages are not sent.
     ///
     /// An error of MPI ends the program, because started messages cannot be cancelled.
     pub(super) fn transfer<'t>(
@@ -62,92 +72,88 @@ impl MpiCall<'_> {
         incoming: impl IntoIterator<Item = IncomingMessage<'t>>,
         outgoing: impl IntoIterator<Item = OutgoingMessage<'t>>,
     ) {
-        self.start_messages(incoming, outgoing, true);
+        self.transfer_messages(incoming, outgoing, AwaitedMessages::Data);
     }
 
-    /// Transfers the first messages of a collective like [`transfer`](Self::transfer), with the
-    /// backoff for a long wait, since a member may arrive early.
+    /// Transfers the first messages of a collective like [`transfer`](Self::transfer), but with the
+    /// backoff for a long wait.
     pub(super) fn transfer_headers<'t>(
         &self,
         incoming: impl IntoIterator<Item = IncomingMessage<'t>>,
         outgoing: impl IntoIterator<Item = OutgoingMessage<'t>>,
     ) {
-        self.start_messages(incoming, outgoing, false);
+        self.transfer_messages(incoming, outgoing, AwaitedMessages::Headers);
     }
 
-    fn start_messages<'t>(
+    fn transfer_messages<'t>(
         &self,
         incoming: impl IntoIterator<Item = IncomingMessage<'t>>,
         outgoing: impl IntoIterator<Item = OutgoingMessage<'t>>,
-        are_data: bool,
+        awaited: AwaitedMessages,
     ) {
         let done = ferrompi::scope(|scope| {
             let mut requests = Vec::new();
             for (from, kind, bytes) in incoming {
                 for chunk in bytes.chunks_mut(MESSAGE_BYTES) {
                     let request = self.comm.irecv(scope, chunk, rank_of(from), kind as i32);
-                    requests.push((from, self.check(request)));
+                    requests.push((from, self.or_exit(request)));
                 }
             }
             for (to, kind, bytes) in outgoing {
                 for chunk in bytes.chunks(MESSAGE_BYTES) {
                     let request = self.comm.isend(scope, chunk, rank_of(to), kind as i32);
-                    requests.push((to, self.check(request)));
+                    requests.push((to, self.or_exit(request)));
                 }
             }
-            self.wait(requests, are_data);
+            self.wait(requests, awaited);
             Ok(())
         });
-        self.check(done);
+        self.or_exit(done);
     }
 
-    /// Broadcasts `bytes` of `root` to all members, through a tree.
+    /// Broadcasts the `bytes` of rank `root` to all members through a tree.
     pub(super) fn broadcast(&self, bytes: &mut [u8], root: usize) {
         let done = ferrompi::scope(|scope| {
-            let requests = bytes
-                .chunks_mut(MESSAGE_BYTES)
-                .map(|chunk| (root, self.check(self.comm.ibroadcast(scope, chunk, rank_of(root)))));
-            self.wait(requests.collect(), true);
+            let requests = bytes.chunks_mut(MESSAGE_BYTES).map(|chunk| {
+                (root, self.or_exit(self.comm.ibroadcast(scope, chunk, rank_of(root))))
+            });
+            self.wait(requests.collect(), AwaitedMessages::Data);
             Ok(())
         });
-        self.check(done);
+        self.or_exit(done);
     }
 
-    /// Waits for messages from and to these ranks, up to the deadline. `are_data` selects the
-    /// backoff for data; headers may take long.
-    pub(super) fn wait(&self, mut requests: Vec<(usize, Request<'_>)>, are_data: bool) {
+    /// Waits until the messages of some requests, each with the rank of its peer, have been sent
+    /// and received. Ends all processes at the deadline.
+    pub(super) fn wait(&self, mut requests: Vec<(usize, Request<'_>)>, awaited: AwaitedMessages) {
         let mut backoff = WaitBackoff::new(self.engine.deadline);
         loop {
             let n_requests = requests.len();
             for _ in 0..POLLS {
-                requests.retain_mut(|(_, request)| self.check(request.test()).is_none());
+                requests.retain_mut(|(_, request)| self.or_exit(request.test()).is_none());
                 if requests.is_empty() {
                     return;
                 }
             }
             let mut progress = self.engine.progress();
             progress.has_moved |= requests.len() < n_requests;
-            progress.is_moving |= are_data;
+            progress.is_moving |= awaited == AwaitedMessages::Data;
             self.engine.pause(self.ctx, &mut backoff, progress, || {
                 requests.iter().map(|(rank, _)| *rank).collect()
             });
         }
     }
 
-    pub(super) fn check<T>(&self, result: ferrompi::Result<T>) -> T {
-        match result {
-            Ok(value) => value,
-            Err(error) => {
-                exit_all(&self.engine.session.world, &format!("{error} in {}", self.ctx.call))
-            }
-        }
+    /// Returns the value of a result like [`MpiInner::or_exit`].
+    pub(super) fn or_exit<T>(&self, result: ferrompi::Result<T>) -> T {
+        self.engine.or_exit(self.ctx, result)
     }
 }
 
 impl MpiInner {
-    /// Pauses in a wait for members of some ranks.
+    /// Pauses in a wait for messages from or to some ranks of a group.
     ///
-    /// Ends all processes if the deadline has passed, or if a member has left.
+    /// Ends all processes if the deadline has passed, or if one of these ranks has left.
     pub(super) fn pause(
         &self,
         ctx: &GroupContext,
@@ -157,16 +163,16 @@ impl MpiInner {
     ) {
         match backoff.pause(progress) {
             PauseOutcome::Short => {}
-            PauseOutcome::Long => self.exit_if_left(ctx, backoff, &missing(ctx, ranks())),
-            PauseOutcome::Over => self.exit_late(ctx, missing(ctx, ranks())),
+            PauseOutcome::Long => self.exit_if_left(ctx, backoff, &slots_of_ranks(ctx, ranks())),
+            PauseOutcome::Over => self.exit_late(ctx, slots_of_ranks(ctx, ranks())),
         }
     }
 
     /// Ends all processes if the process of one of these slots has dropped its meshes.
     fn exit_if_left(&self, ctx: &GroupContext, backoff: &mut WaitBackoff, missing: &[usize]) {
         let Some(&slot) = missing.iter().find(|slot| self.has_left(**slot)) else { return };
-        // A message that it sent before it left may have arrived since the last poll: poll once
-        // more.
+        // Exit only if the same slot is missing in two pauses: a message that its process sent
+        // before it left may have arrived after the last poll.
         if backoff.absent.replace(slot) == Some(slot) {
             let (waiting, call) = (ctx.slot(), Arc::clone(&ctx.call));
             let left = CollectiveError::Left { slot, waiting, call };
@@ -176,8 +182,8 @@ impl MpiInner {
 
     /// Returns true if the process of `slot` has dropped its meshes.
     fn has_left(&self, slot: usize) -> bool {
-        let has_left = self.session.has_left(slot);
-        has_left.unwrap_or_else(|error| exit_all(&self.session.world, &error.to_string()))
+        let answer = self.session.has_left(slot);
+        answer.unwrap_or_else(|error| exit_all(&self.session.world, &error.to_string()))
     }
 
     /// Ends all processes because members missed the deadline.
@@ -189,8 +195,8 @@ impl MpiInner {
     }
 }
 
-/// Returns the slots of these ranks.
-fn missing(ctx: &GroupContext, mut ranks: Vec<usize>) -> Vec<usize> {
+/// Returns the slots of some ranks of a group, sorted by rank, each slot once.
+fn slots_of_ranks(ctx: &GroupContext, mut ranks: Vec<usize>) -> Vec<usize> {
     ranks.sort_unstable();
     ranks.dedup();
     ranks.into_iter().map(|rank| ctx.members()[rank]).collect()

@@ -1,4 +1,5 @@
-//! The thread that runs started collectives, in order, while the replica computes.
+//! The thread that starts the transfers of pending collectives, in order, while the replica
+//! computes.
 
 use std::{
     fmt,
@@ -19,7 +20,7 @@ pub(super) struct CommThread {
 
 type CommTask = Box<dyn FnOnce() + Send>;
 
-/// The receiver of a collective, after the thread has started its count.
+/// Receives a collective after the thread has started its transfers, or the error of the start.
 pub(super) type StartedReceiver = mpsc::Receiver<Result<NcclListOp>>;
 
 impl CommThread {
@@ -31,20 +32,20 @@ impl CommThread {
         Ok(Self { tasks: Some(tasks), thread: Some(thread) })
     }
 
-    /// Queues the start of a collective after the earlier ones. If it fails, its channel refuses
-    /// all later ones.
-    pub(super) fn carry_out(
+    /// Queues the start of a collective behind earlier ones. `start` starts the transfers; if it
+    /// fails, the channel of the collective rejects all later collectives.
+    pub(super) fn queue_start(
         &self,
         mut list_op: NcclListOp,
         start: impl FnOnce(&mut NcclListOp) -> Result<()> + Send + 'static,
     ) -> StartedReceiver {
         let (reply, started) = mpsc::sync_channel(1);
         if let Some(tasks) = &self.tasks {
-            // If the thread is gone, receiving from `started` fails.
+            // `send` fails if the thread has ended; receiving from `started` then fails too.
             drop(tasks.send(Box::new(move || {
                 let outcome = catch(|| start(&mut list_op).map(|()| list_op))
                     .unwrap_or_else(|panic| Err(candle_core::Error::msg(panic)));
-                // The receiver is gone if the replica has failed.
+                // `send` fails if the replica has failed and dropped the receiver.
                 drop(reply.send(outcome));
             })));
         }
@@ -96,7 +97,7 @@ mod tests {
         let comm_thread = CommThread::new().unwrap();
         let carry_out = |n: usize, start: fn() -> Result<()>| {
             let done = Arc::clone(&done);
-            comm_thread.carry_out(list_op(), move |_| {
+            comm_thread.queue_start(list_op(), move |_| {
                 lock(&done).push(n);
                 start()
             })

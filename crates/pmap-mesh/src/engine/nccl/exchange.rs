@@ -19,31 +19,32 @@ use crate::{
     sync::catch,
 };
 
-/// The alignment, in items, of the items received from a rank: at least 16 bytes for all dtypes,
-/// the unit in which NCCL and kernels move memory.
+/// The alignment, in items, of the items received from each rank. For every dtype it is at least 16
+/// bytes, the unit in which NCCL and kernels move memory.
 const ALIGNMENT: usize = 16;
 
-/// The termination of this process; the launcher ends the others.
+/// Ends this process after a failure; the launcher ends the others.
 #[derive(Clone, Debug)]
 pub(super) struct ExitHandler {
     pub(super) slot: usize,
-    /// The MPI program, if the processes are one.
+    /// The MPI program, if the processes found each other through MPI.
     #[cfg(feature = "mpi")]
     pub(super) session: Option<Arc<crate::engine::mpi::MpiSession>>,
 }
 
 impl ExitHandler {
-    /// Prints the reason and ends this process.
+    /// Prints the reason and ends this process; in an MPI program, ends all processes.
     pub(super) fn end(&self, reason: &str) -> ! {
         #[cfg(feature = "mpi")]
         if let Some(session) = &self.session {
-            session.end(reason);
+            session.exit_all(reason);
         }
         processes::exit_process(self.slot, reason, || process::exit(1))
     }
 }
 
-/// A channel for collectives, one at a time: either the called or the started ones of a replica.
+/// A channel for collectives, which run one at a time. A replica has one channel for called
+/// collectives, and one for started collectives.
 #[derive(Debug)]
 pub(super) struct NcclChannel {
     pub(super) link: Box<dyn Transport>,
@@ -52,7 +53,7 @@ pub(super) struct NcclChannel {
     /// Time limit for a transfer, including the computation of its tensors.
     pub(super) deadline: Duration,
     pub(super) exit: ExitHandler,
-    /// The failure of this process in an agreed collective, if any.
+    /// The reason why a collective failed in this process after its headers had agreed, if any did.
     pub(super) broken: OnceLock<String>,
 }
 
@@ -63,52 +64,61 @@ pub(super) struct NcclCall<'a> {
 }
 
 impl NcclCall<'_> {
-    /// Exchanges the hash of the call and `aux` with all members; returns their `aux`, by rank.
+    /// Exchanges the hash of the call and `size_or_sender` with all members: the size of this
+    /// member's tensor in the free dimension, or the rank from which this member receives. Returns
+    /// the `size_or_sender` of each member, by rank.
     ///
     /// # Errors
     ///
-    /// On all members, if the hashes differ: the error quotes the descriptions of rank 0 and of the
-    /// first different rank; `text` is this member's. On this member, if an earlier collective
-    /// [failed](Self::carry_out) here.
+    /// On all members, if the hashes differ. The error quotes the description of rank 0 and of the
+    /// first rank with a different hash; `text` returns this member's description. On this member,
+    /// if an earlier collective [failed](Self::carry_out) in this process.
     pub(super) fn exchange_headers(
         &self,
         agreement: u64,
-        aux: i64,
+        size_or_sender: i64,
         text: impl FnOnce() -> Vec<u8>,
     ) -> Result<Vec<i64>> {
         if let Some(reason) = self.channel.broken.get() {
-            bail!("{reason}, so no later collective can run: the others still wait for it");
+            bail!(
+                "{reason}, so no later collective can run: other processes still wait for its data"
+            );
         }
-        let own = [agreement.to_le_bytes(), aux.to_le_bytes()].concat();
+        let own = [agreement.to_le_bytes(), size_or_sender.to_le_bytes()].concat();
         let headers = self.exchange_messages(own);
-        let agreements = headers.iter().map(|header| word(header, 0));
+        let agreements = headers.iter().map(|header| header_word(header, 0));
         match agreements.clone().position(|other| Some(other) != agreements.clone().next()) {
-            None => Ok(headers.iter().map(|header| i64::from_le_bytes(word(header, 1))).collect()),
+            None => Ok(headers
+                .iter()
+                .map(|header| i64::from_le_bytes(header_word(header, 1)))
+                .collect()),
             Some(other) => {
-                let mut text = text();
-                text.resize(TEXT_BYTES, 0);
-                let texts = self.exchange_messages(text);
+                let mut own_text = text();
+                own_text.resize(TEXT_BYTES, 0);
+                let texts = self.exchange_messages(own_text);
                 Err(disagreement(self.ctx, other, |rank| texts[rank].clone()))
             }
         }
     }
 
-    /// Runs the steps of an agreed collective.
+    /// Runs the steps of a collective after its headers have agreed.
     ///
-    /// If they fail here, the others wait for data that never arrive, and would mistake the next
-    /// message of this process for them. So this process sends nothing more, even if its replica
-    /// ignores the error.
+    /// If a step fails here, the other members wait for data that never arrive, and would take the
+    /// next message of this process for these data. So this process sends nothing more, even if its
+    /// replica ignores the error.
     pub(super) fn carry_out<T>(&self, steps: impl FnOnce() -> Result<T>) -> Result<T> {
         let outcome = catch(steps).unwrap_or_else(|panic| Err(candle_core::Error::msg(panic)));
         if let Err(error) = &outcome {
-            let reason = format!("{} has failed here: {}", self.ctx.call, one_line(error));
-            // The others wait for the first failure.
+            let reason =
+                format!("{} has failed in this process: {}", self.ctx.call, one_line(error));
+            // `set` keeps the first failure: the other members wait for its data.
             drop(self.channel.broken.set(reason));
         }
         outcome
     }
 
-    /// Exchanges messages of equal length with all members; returns them by rank.
+    /// Exchanges messages of equal length with all members. Returns the messages of all members, by
+    /// rank.
     fn exchange_messages(&self, own: Vec<u8>) -> Vec<Vec<u8>> {
         let mut others = self.ctx.members().to_vec();
         others.remove(self.ctx.rank);
@@ -118,8 +128,9 @@ impl NcclCall<'_> {
         all
     }
 
-    /// Sends items `part(n)` of the flat tensor `source` to each rank n. Returns the items for this
-    /// rank, by rank: `n_items(n)` items of rank n, and its own part.
+    /// Sends items `part(n)` of the flat tensor `source` to each rank n. Returns the items that
+    /// each rank has for this rank, by rank: `n_items(n)` items from another rank n, and the part
+    /// of this rank itself.
     pub(super) fn exchange_items(
         &self,
         source: Tensor,
@@ -132,20 +143,20 @@ impl NcclCall<'_> {
     }
 
     /// Ends the program, because started messages cannot be cancelled.
-    fn end(&self, broken: TransferError) -> ! {
-        let call = Arc::clone(&self.ctx.call);
-        match broken {
+    fn end(&self, error: TransferError) -> ! {
+        let call = &self.ctx.call;
+        match error {
             TransferError::Failed(reason) => self.channel.exit.end(&format!("{reason} in {call}")),
-            TransferError::Late => {
-                self.channel.exit.end(&late(self.ctx, self.channel.header_timeout).to_string())
-            }
+            TransferError::Late => self
+                .channel
+                .exit
+                .end(&deadline_error(self.ctx, self.channel.header_timeout).to_string()),
         }
     }
 }
 
-/// Returns the error of a process that missed the deadline; over NCCL the missing ranks are
-/// unknown.
-pub(super) fn late(ctx: &GroupContext, limit: Duration) -> CollectiveError {
+/// Returns the error for a wait that missed the deadline. Over NCCL the missing ranks are unknown.
+pub(super) fn deadline_error(ctx: &GroupContext, limit: Duration) -> CollectiveError {
     CollectiveError::Deadline {
         slot: ctx.slot(),
         missing: Vec::new(),
@@ -155,8 +166,8 @@ pub(super) fn late(ctx: &GroupContext, limit: Duration) -> CollectiveError {
 }
 
 /// Returns word number `n` of a header.
-#[expect(clippy::expect_used, reason = "all headers are of two words")]
-fn word(header: &[u8], n: usize) -> [u8; 8] {
+#[expect(clippy::expect_used, reason = "all headers have two words")]
+fn header_word(header: &[u8], n: usize) -> [u8; 8] {
     header.as_chunks().0.get(n).copied().expect("a header has two words")
 }
 
@@ -167,7 +178,7 @@ pub(super) struct ItemExchange {
     source: Tensor,
     /// The items of the source for each rank, including this one.
     outgoing: Vec<Range<usize>>,
-    /// The received items. It is allocated here, before the start, so that the device allocates it
+    /// The tensor for received items. It is allocated in `new`, so that the device allocates it
     /// before later computations.
     destination: Tensor,
     /// The items of the destination from each rank; empty for this rank.
@@ -205,7 +216,7 @@ impl ItemExchange {
         })
     }
 
-    /// Starts the transfer, after both sides have agreed on it.
+    /// Starts the transfer, after the headers of all members have agreed.
     pub(super) fn start(&mut self, call: &NcclCall<'_>) {
         let members = call.ctx.members();
         let transfer = LinkTransfer {
@@ -238,8 +249,8 @@ impl ItemExchange {
         remote
     }
 
-    /// Returns the items for this rank, by rank, after `start`. Later work of the device waits for
-    /// their arrival.
+    /// Returns the items that each rank has for this rank, by rank. Called after `start`. Later
+    /// work of the device waits until the items have arrived.
     pub(super) fn wait(&self) -> Result<Vec<Tensor>> {
         if let Some(transfer) = &self.transfer {
             transfer.order()?;

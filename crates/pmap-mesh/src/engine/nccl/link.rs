@@ -1,17 +1,17 @@
-//! The thread that owns a communicator, which must stay on its thread, and the communicator's
-//! stream.
+//! The thread that owns a communicator and the communicator's stream. A communicator must stay on
+//! the thread that created it.
 //!
 //! The stream is separate from the device's computing stream. It waits for the computation of a
-//! transfer's tensors ([`LinkTransfer::ready`]), and computations that use the received tensor wait for
-//! the transfer ([`TransferHandle::order`]). cudarc's automatic events on tensors are not enough:
-//! candle's copies into a part of a tensor, which concatenate tensors, are recorded as reads, not
-//! as writes; and only the last reader of a tensor is recorded, so a computation with a tensor that
-//! is being sent would hide the send. So this module records its own events, and keeps sent tensors
-//! until the transfer has ended.
+//! transfer's tensors ([`LinkTransfer::ready`]), and computations that use the received tensor wait
+//! for the transfer ([`TransferHandle::order`]). cudarc's automatic events on tensors are not
+//! enough. candle concatenates tensors by copies into parts of a tensor, which cudarc records as
+//! reads, not as writes. And cudarc records only the last reader of a tensor, so a computation with
+//! a tensor that is being sent would hide the send. So this module records its own events, and
+//! keeps sent tensors until the transfer has ended.
 //!
 //! cudarc 0.19 does not expose the handle of a communicator, and has no safe call that polls for
-//! errors of pending count (`ncclCommGetAsyncError`). So the thread polls the events of all
-//! count, and ends the process if one fails or takes too long.
+//! errors of pending transfers (`ncclCommGetAsyncError`). So the thread polls the events of all
+//! transfers, and ends the process if a transfer fails or takes too long.
 
 use std::{
     collections::VecDeque,
@@ -42,28 +42,28 @@ use half::{bf16, f16};
 use super::store::CommId;
 use crate::{engine::processes::waiting, error::call::CollectiveCall, sync::catch};
 
-/// The life of a communicator after its mesh: the last messages of this process may still be in
-/// flight, and cudarc destroys communicators without waiting for them. These are headers of some
-/// bytes, which arrive within milliseconds.
+/// The time for which a communicator outlives its mesh. The last messages of this process may still
+/// be in flight then, and cudarc destroys communicators without waiting for messages. The last
+/// messages are headers of some bytes, which arrive within milliseconds.
 const LINGER: Duration = Duration::from_millis(200);
 
-/// The interval at which the idle thread polls for the end of count.
+/// The interval at which the thread polls for the end of transfers while it has no requests.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// The messages that one process sends and receives together: flat contiguous tensors of one dtype,
-/// on this process's device.
+/// The items that this process sends and receives in one transfer. Both tensors are flat,
+/// contiguous, of one dtype, and on this process's device.
 pub(super) struct LinkTransfer {
     /// The collective that the transfer belongs to.
     pub(super) call: Arc<CollectiveCall>,
     /// An event after the computation of the tensors; `None` on a processor, which computes
     /// synchronously.
     pub(super) ready: Option<Arc<CudaEvent>>,
-    /// The items to send, in one tensor: a thread that locked a second storage could deadlock with
-    /// a `Var::set` that waits for the first.
+    /// The items to send. They are in one tensor, because a thread that locked a second storage
+    /// could deadlock with a `Var::set` that waits for the first.
     pub(super) source: Tensor,
     /// The receiving slots, each with a non-empty range of items of the source.
     pub(super) outgoing: Vec<(usize, Range<usize>)>,
-    /// The tensor for received items; no other code reads it meanwhile.
+    /// The tensor for received items; no other code reads it during the transfer.
     pub(super) destination: Tensor,
     /// The sending slots, each with a non-empty range of items of the destination; the ranges are
     /// in order.
@@ -73,7 +73,9 @@ pub(super) struct LinkTransfer {
 /// Why an operation did not complete.
 #[derive(Debug)]
 pub(super) enum TransferError {
+    /// The operation took longer than its time limit.
     Late,
+    /// The operation failed for this reason.
     Failed(String),
 }
 
@@ -81,8 +83,8 @@ type LinkResult<T> = std::result::Result<T, TransferError>;
 
 /// The transport of messages and tensors between processes, for one process.
 pub(super) trait Transport: fmt::Debug + Send + Sync {
-    /// Sends bytes to each of these slots, and receives as many from each of them. Does not wait
-    /// for the device.
+    /// Sends `bytes` to each slot of `slots`, and receives as many bytes from each of these slots.
+    /// Returns the received bytes in the order of `slots`. Does not wait for the device.
     fn exchange(
         &self,
         bytes: Vec<u8>,
@@ -98,8 +100,8 @@ pub(super) trait Transport: fmt::Debug + Send + Sync {
     ) -> LinkResult<Box<dyn TransferHandle>>;
 }
 
-/// A started transfer. Until [`order`](Self::order), do not write to its source or read its
-/// destination.
+/// A started transfer. Do not write to its source or read its destination before
+/// [`order`](Self::order).
 pub(super) trait TransferHandle: fmt::Debug + Send {
     /// Makes all later work of the device wait for the transfer.
     fn order(&self) -> Result<()>;
@@ -113,24 +115,26 @@ enum CommRequest {
 
 type ReplySender<T> = mpsc::SyncSender<std::result::Result<T, String>>;
 
-/// This process's communicator with all others. A thread can stop waiting for it at a deadline.
+/// This process's connection to the thread that owns the communicator. A caller can stop waiting
+/// for that thread at a deadline.
 #[derive(Debug)]
 pub(super) struct NcclLink {
     /// The computing stream of the device.
     stream: Arc<CudaStream>,
+    /// The requests to the owner, which ends when this channel is closed.
     requests: Option<mpsc::Sender<CommRequest>>,
     owner: Option<JoinHandle<()>>,
 }
 
 /// Returns the id of a new communicator.
 pub(super) fn new_id() -> std::result::Result<CommId, String> {
-    let id = catch(NcclId::new)?.map_err(|error| text(&error))?;
+    let id = catch(NcclId::new)?.map_err(|error| error_name(&error))?;
     Ok(id.internal().map(|item| u8::from_ne_bytes(item.to_ne_bytes())))
 }
 
 impl NcclLink {
     /// Joins the communicator with this id, together with all other processes. `end` ends the
-    /// process.
+    /// process with a reason, if a transfer fails later.
     pub(super) fn join(
         device: &CudaDevice,
         place: Placement,
@@ -227,7 +231,7 @@ impl Drop for NcclLink {
 
 const ENDED: &str = "the thread of the communicator has ended";
 
-/// The end of a transfer, as an event.
+/// The handle of a transfer: an event at the transfer's end.
 #[derive(Debug)]
 struct TransferEnd {
     /// The computing stream of the device.
@@ -250,7 +254,7 @@ struct CommOwner<E> {
 }
 
 struct PendingTransfer {
-    /// Kept until the end of the transfer: if it were freed earlier, its memory could be reused.
+    /// Kept until the end of the transfer, so that the memory of its tensors is not reused earlier.
     transfer: LinkTransfer,
     done: Arc<CudaEvent>,
     start: Instant,
@@ -258,9 +262,9 @@ struct PendingTransfer {
 }
 
 impl<E: Fn(&str)> CommOwner<E> {
-    /// Serves requests until all senders are gone and all count have ended.
+    /// Serves requests until all senders are gone and all transfers have ended.
     fn serve(&mut self, queue: &mpsc::Receiver<CommRequest>) {
-        while let Some(request) = self.next(queue) {
+        while let Some(request) = self.next_request(queue) {
             match request {
                 // The requester may have stopped waiting.
                 CommRequest::Exchange { bytes, slots, reply } => {
@@ -271,13 +275,15 @@ impl<E: Fn(&str)> CommOwner<E> {
                 }
             }
         }
-        while self.is_busy() {
+        while self.poll_transfers() {
             thread::sleep(POLL_INTERVAL);
         }
     }
 
-    fn next(&mut self, queue: &mpsc::Receiver<CommRequest>) -> Option<CommRequest> {
-        while self.is_busy() {
+    /// Waits for the next request, and polls transfers in the meantime. Returns `None` if all
+    /// senders are gone.
+    fn next_request(&mut self, queue: &mpsc::Receiver<CommRequest>) -> Option<CommRequest> {
+        while self.poll_transfers() {
             match queue.recv_timeout(POLL_INTERVAL) {
                 Ok(request) => return Some(request),
                 Err(RecvTimeoutError::Timeout) => {}
@@ -287,9 +293,9 @@ impl<E: Fn(&str)> CommOwner<E> {
         queue.recv().ok()
     }
 
-    /// Removes ended count; returns true if any is still in flight. Ends the process if one has
-    /// failed.
-    fn is_busy(&mut self) -> bool {
+    /// Removes the transfers that have ended. Returns true if any transfer is still in flight. Ends
+    /// the process if a transfer has failed or has passed its time limit.
+    fn poll_transfers(&mut self) -> bool {
         while let Some(PendingTransfer { transfer, done, start, timeout }) = self.in_flight.front()
         {
             match done.try_is_complete() {
@@ -305,7 +311,8 @@ impl<E: Fn(&str)> CommOwner<E> {
         false
     }
 
-    /// Exchanges bytes with some slots, on the communicator's stream only.
+    /// Exchanges bytes with some slots and waits for the communicator's stream, but not for the
+    /// computing stream.
     fn exchange(
         &mut self,
         bytes: &[u8],
@@ -329,15 +336,16 @@ impl<E: Fn(&str)> CommOwner<E> {
         let done = stream.record_event(None).map_err(|error| error.to_string())?;
         let start = Instant::now();
         while !done.try_is_complete().map_err(|error| error.to_string())? {
-            // It may wait for an earlier transfer, so check these for failures.
-            self.is_busy();
+            // The exchange may wait behind an earlier transfer, so check the transfers for
+            // failures.
+            self.poll_transfers();
             waiting::pause(waiting::sleep_duration(start.elapsed()));
         }
         let all = stream.clone_dtoh(&all).map_err(|error| error.to_string())?;
         Ok(incoming.into_iter().map(|(_, place)| all[place].to_vec()).collect())
     }
 
-    /// Starts a transfer; returns the event of its end.
+    /// Starts a transfer; returns the event at its end.
     fn start(
         &mut self,
         transfer: LinkTransfer,
@@ -347,7 +355,7 @@ impl<E: Fn(&str)> CommOwner<E> {
         if let Some(ready) = &transfer.ready {
             stream.wait(ready).map_err(|error| error.to_string())?;
         }
-        start(&self.comm, &transfer).map_err(|error| error.to_string())?;
+        start_messages(&self.comm, &transfer).map_err(|error| error.to_string())?;
         let done = Arc::new(stream.record_event(None).map_err(|error| error.to_string())?);
         let start = Instant::now();
         self.in_flight.push_back(PendingTransfer {
@@ -367,6 +375,7 @@ pub(super) fn is_supported(dtype: DType) -> bool {
     matches!(dtype, U8 | U32 | I64 | BF16 | F16 | F32 | F64)
 }
 
+/// Joins the communicator with this id, on a new stream of the device.
 fn open_comm(
     computing: &CudaStream,
     place: Placement,
@@ -379,10 +388,11 @@ fn open_comm(
     let id = NcclId::uninit(id.map(|item| c_char::from_ne_bytes(item.to_ne_bytes())));
     let rank = place.rank().as_usize();
     let world_size = place.world_size().as_usize();
-    Comm::from_rank(stream, rank, world_size, id).map_err(|error| text(&error))
+    Comm::from_rank(stream, rank, world_size, id).map_err(|error| error_name(&error))
 }
 
-fn start(comm: &Comm, transfer: &LinkTransfer) -> Result<()> {
+/// Starts the sends and receives of a transfer on the communicator's stream.
+fn start_messages(comm: &Comm, transfer: &LinkTransfer) -> Result<()> {
     match transfer.source.dtype() {
         DType::U8 => start_typed::<u8>(comm, transfer),
         DType::U32 => start_typed::<u32>(comm, transfer),
@@ -409,7 +419,8 @@ where
     destination.inplace_op1(&ReceiveOp { comm, source, outgoing, incoming })
 }
 
-/// The transfer as an operation on its destination, which candle locks meanwhile.
+/// A transfer as candle's operation on the destination, so that candle locks the destination while
+/// the transfer starts.
 struct ReceiveOp<'a, T> {
     comm: &'a Comm,
     source: CudaView<'a, T>,
@@ -432,7 +443,7 @@ impl<T: CudaDType + NcclType + DeviceRepr> InplaceOp1 for ReceiveOp<'_, T> {
         };
         let whole = storage.as_cuda_slice_mut::<T>()?;
         let Some(place) = whole.try_slice_mut(start..end) else {
-            bail!("a tensor ends behind its storage")
+            bail!("a tensor ends after the end of its storage")
         };
         let sends = self.outgoing.iter().map(|(to, part)| (*to, self.source.slice(part.clone())));
         send_and_receive(self.comm, sends.collect(), place, self.incoming)
@@ -440,7 +451,7 @@ impl<T: CudaDType + NcclType + DeviceRepr> InplaceOp1 for ReceiveOp<'_, T> {
     }
 }
 
-/// Sends the items, and receives into consecutive parts of `place`.
+/// Starts the sends, and the receives into the ranges `incoming` of `place`, which are in order.
 fn send_and_receive<T: NcclType + DeviceRepr>(
     comm: &Comm,
     sends: Sends<'_, T>,
@@ -453,8 +464,8 @@ fn send_and_receive<T: NcclType + DeviceRepr>(
 type Sends<'a, T> = Vec<(usize, CudaView<'a, T>)>;
 type Receives<'a, T> = Vec<(usize, CudaViewMut<'a, T>)>;
 
-/// Splits the part of each sender off `rest`, which begins at item `start`. The recursion is needed
-/// because each part borrows from the rest.
+/// Splits the range of each sender off `rest`, which begins at item `start`, and then starts all
+/// sends and receives. This function is recursive, because each range borrows from the rest.
 fn receive_into<T: NcclType + DeviceRepr>(
     comm: &Comm,
     sends: Sends<'_, T>,
@@ -464,17 +475,17 @@ fn receive_into<T: NcclType + DeviceRepr>(
     receives: Receives<'_, T>,
 ) -> std::result::Result<(), String> {
     let [(from, part), more @ ..] = incoming else { return group(comm, sends, receives) };
-    let too_small = "what is received has no place";
+    let too_small = "the destination is too small for the received items";
     let (mut with_gap, rest) = rest.try_split_at_mut(part.end - start).ok_or(too_small)?;
     let (_, place) = with_gap.try_split_at_mut(part.start - start).ok_or(too_small)?;
-    // Shorten the lifetime to this call's part.
+    // Shorten the lifetime of the earlier ranges to that of this call's range.
     let mut receives: Receives<'_, T> = receives;
     receives.push((*from, place));
     receive_into(comm, sends, rest, part.end, more, receives)
 }
 
-/// Starts all sends and receives as one group. In any sequential order, two processes could each
-/// wait for the other's receive.
+/// Starts all sends and receives as one group of NCCL. If they were started one after another, two
+/// processes could each wait for the other's receive.
 fn group<T: NcclType + DeviceRepr>(
     comm: &Comm,
     sends: Sends<'_, T>,
@@ -482,10 +493,10 @@ fn group<T: NcclType + DeviceRepr>(
 ) -> std::result::Result<(), String> {
     let mut group = comm.group();
     for (to, items) in sends {
-        group.send(items, rank_of(to)).map_err(|error| text(&error))?;
+        group.send(items, rank_of(to)).map_err(|error| error_name(&error))?;
     }
     for (from, place) in receives {
-        group.recv(place, rank_of(from)).map_err(|error| text(&error))?;
+        group.recv(place, rank_of(from)).map_err(|error| error_name(&error))?;
     }
     Ok(())
 }
@@ -501,12 +512,12 @@ fn items<'a, T: CudaDType>(storage: &'a Storage, layout: &Layout) -> Result<Cuda
 }
 
 /// Converts a rank to NCCL's type.
-#[expect(clippy::expect_used, reason = "a mesh has fewer slots than 32 bits count")]
+#[expect(clippy::expect_used, reason = "a mesh has fewer than 2^31 slots")]
 fn rank_of(rank: usize) -> i32 {
     i32::try_from(rank).expect("ranks are below the number of slots")
 }
 
-/// Names the error, which cudarc's message does not.
-fn text(error: &NcclError) -> String {
+/// Returns the name of NCCL's error, which cudarc's message does not contain.
+fn error_name(error: &NcclError) -> String {
     format!("{:?}", error.0)
 }

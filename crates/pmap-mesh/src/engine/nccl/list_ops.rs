@@ -1,7 +1,7 @@
-//! Collectives of lists of tensors: packing of arguments, and unpacking of received items.
+//! Collectives on lists of tensors: packing of arguments, and unpacking of received items.
 //!
-//! A collective is packed on the replica's thread, so that the device packs before it runs later
-//! computations. Another thread may then start the count.
+//! The replica's thread packs the arguments, so that the device packs them before it runs later
+//! computations. Another thread may then start the transfers.
 
 use std::{collections::BTreeMap, ops::Range};
 
@@ -17,15 +17,15 @@ use crate::{
     reduce::{Reduction, elementwise, parts::balanced},
 };
 
-/// The largest list that every member reduces completely: for small ones a second transfer would
-/// take longer.
+/// The size, in bytes, up to which every member reduces a complete tensor. For small tensors, a
+/// second transfer would take longer than the complete reduction.
 const SMALL_BYTES: usize = 64 << 10;
 
-/// The size of a bucket of small tensors: some milliseconds on a fast link, compared to which the
-/// start of a transfer is cheap. Larger buckets would only take memory.
+/// The largest bucket of small tensors, in bytes. A fast link transfers it in some milliseconds,
+/// and starting a transfer takes far less. Larger buckets would only take more memory.
 const BUCKET_BYTES: usize = 64 << 20;
 
-/// A packed collective of lists.
+/// A packed collective on lists.
 #[derive(Debug)]
 pub(super) enum NcclListOp {
     Gather(LayoutGather),
@@ -34,8 +34,7 @@ pub(super) enum NcclListOp {
 }
 
 impl NcclListOp {
-    /// Packs the arguments of this member. `count` limits the number of count of a
-    /// reduction.
+    /// Packs the arguments of this member. `count` limits the number of transfers of a reduction.
     pub(super) fn new(ctx: &GroupContext, work: ListRequest, count: TransferCount) -> Result<Self> {
         match work {
             ListRequest::Gather { own, layout, device } => {
@@ -54,7 +53,7 @@ impl NcclListOp {
         }
     }
 
-    /// Starts the count, after all members have agreed on the collective.
+    /// Starts the transfers, after the headers of all members have agreed.
     pub(super) fn start(&mut self, call: &NcclCall<'_>) -> Result<()> {
         match self {
             Self::Gather(LayoutGather { exchanges, .. })
@@ -70,7 +69,7 @@ impl NcclListOp {
         }
     }
 
-    /// Returns the results, after `start`.
+    /// Returns the results. Called after `start`.
     pub(super) fn finish(self) -> Result<Vec<Tensor>> {
         match self {
             Self::Gather(list_op) => list_op.finish(),
@@ -80,9 +79,11 @@ impl NcclListOp {
     }
 }
 
-/// The exchange of each dtype. The key is the dtype's name, so all ranks iterate in the same order.
+/// The exchange of the items of each dtype. The key is the dtype's name, so that all ranks iterate
+/// in the same order.
 type ByDtype = BTreeMap<&'static str, ItemExchange>;
 
+/// A gather of the tensors of a layout.
 #[derive(Debug)]
 pub(super) struct LayoutGather {
     layout: RunLayout,
@@ -97,11 +98,11 @@ impl LayoutGather {
         let mut exchanges = ByDtype::new();
         for dtype in distinct_dtypes(layout.tensors().iter().map(|(_, dtype)| *dtype)) {
             let own_runs = by_rank[ctx.rank].iter().zip(own);
-            let own: Vec<Tensor> = own_runs
+            let own_parts: Vec<Tensor> = own_runs
                 .filter(|(run, _)| dtype_of(run) == dtype)
                 .map(|(_, x)| flat(x))
                 .collect::<Result<_>>()?;
-            let source = concat_flat(&own, dtype, &device)?;
+            let source = concat_flat(&own_parts, dtype, &device)?;
             let own_items = source.elem_count();
             exchanges.insert(
                 dtype.as_str(),
@@ -136,7 +137,7 @@ impl LayoutGather {
             }
         }
         let mut leaves = Vec::with_capacity(layout.tensors().len());
-        for ((shape, dtype), owners) in layout.tensors().iter().zip(layout.owners()) {
+        for ((shape, dtype), owners) in layout.tensors().iter().zip(layout.by_tensor()) {
             let leaf = leaf_from_parts(
                 shape,
                 *dtype,
@@ -149,7 +150,7 @@ impl LayoutGather {
     }
 }
 
-/// A reduction in which each rank gets only its runs.
+/// A reduction in which each rank gets only the reductions of its runs.
 #[derive(Debug)]
 pub(super) struct RunReduction {
     /// The runs of this rank, with their dtypes.
@@ -195,11 +196,11 @@ impl RunReduction {
         for (dtype, exchange) in self.exchanges {
             let sum = reduce_received(&exchange, self.reduction)?;
             let mut start = 0;
-            for (n, (run, _)) in
-                self.own.iter().enumerate().filter(|(_, own)| own.1.as_str() == dtype)
-            {
-                sums.insert(n, sum.narrow(0, start, run.items.len())?);
-                start += run.items.len();
+            for (n, (run, run_dtype)) in self.own.iter().enumerate() {
+                if run_dtype.as_str() == dtype {
+                    sums.insert(n, sum.narrow(0, start, run.items.len())?);
+                    start += run.items.len();
+                }
             }
         }
         // The map is ordered by the index of the run.
@@ -207,8 +208,8 @@ impl RunReduction {
     }
 }
 
-/// A reduction that every rank gets completely. Each process has one device, and wishes for a part
-/// are rare.
+/// A reduction of a complete list on every rank. A rank that wants only some of the tensors drops
+/// the others; this is rare, because each process has one device.
 #[derive(Debug)]
 pub(super) struct ListReduction {
     shapes: Vec<Shape>,
@@ -248,17 +249,18 @@ impl ListReduction {
     }
 }
 
-/// The number of count of a reduction.
+/// The largest number of transfers of a reduction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TransferCount {
     /// One: every member receives all summands and reduces them.
     One,
-    /// Two for a large tensor: every member reduces a part, and then all parts are exchanged.
+    /// Two for a large tensor: every member reduces a part, and then the members exchange the
+    /// reduced parts.
     ///
-    /// A started collective must not use this, or it can deadlock. Its second transfer waits on the
-    /// replica's stream for the addition. By then the replica may have queued a called collective
-    /// on that stream. If another member waits for the sum before it calls that collective, each of
-    /// the two waits for the other.
+    /// A started collective must not use two transfers, because it could deadlock. Its second
+    /// transfer waits on the replica's stream for the addition. By then the replica may have queued
+    /// a called collective on that stream. If another member waits for the sum before it calls that
+    /// collective, the two members wait for each other.
     Two,
 }
 
@@ -266,10 +268,10 @@ pub(super) enum TransferCount {
 #[derive(Debug)]
 pub(super) struct TensorReduction {
     n_items: usize,
-    /// Whether each member reduces a part, which is then exchanged.
+    /// Whether each member reduces one part, so that a second transfer exchanges the reduced parts.
     is_in_parts: bool,
-    /// The exchange of the summands; after `start` of a reduction in parts, the exchange of the
-    /// sums.
+    /// The exchange of the summands. In a reduction in parts, `start` replaces it by the exchange
+    /// of the reduced parts.
     exchange: ItemExchange,
     reduction: Reduction,
 }
@@ -295,7 +297,8 @@ impl TensorReduction {
         })
     }
 
-    /// Starts all count; with two, also the reduction between them.
+    /// Starts the transfer. In a reduction in parts, also reduces this member's part, and starts
+    /// the second transfer.
     pub(super) fn start(&mut self, call: &NcclCall<'_>) -> Result<()> {
         self.exchange.start(call);
         if !self.is_in_parts {
@@ -324,8 +327,8 @@ impl TensorReduction {
     }
 }
 
-/// Returns buckets of indexes of tensors of one dtype, in order. They are equal for all lists of
-/// the same dtypes and shapes.
+/// Groups the indexes of a list's tensors into buckets of one dtype. Lists of the same dtypes and
+/// shapes have the same buckets.
 fn buckets(list: &[Tensor]) -> Vec<Vec<usize>> {
     let mut by_dtype: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (n, x) in list.iter().enumerate() {
@@ -339,7 +342,9 @@ fn split_into_buckets(list: &[Tensor], indexes: &[usize]) -> Vec<Vec<usize>> {
     let mut free_bytes = 0;
     for &n in indexes {
         let bytes = list[n].elem_count() * list[n].dtype().size_in_bytes();
-        if let Some(bucket) = buckets.last_mut().filter(|_| bytes <= free_bytes) {
+        if let Some(bucket) = buckets.last_mut()
+            && bytes <= free_bytes
+        {
             bucket.push(n);
         } else {
             buckets.push(vec![n]);
@@ -350,7 +355,7 @@ fn split_into_buckets(list: &[Tensor], indexes: &[usize]) -> Vec<Vec<usize>> {
     buckets
 }
 
-/// Reduces the received summands.
+/// Reduces the summands that an exchange has received.
 fn reduce_received(exchange: &ItemExchange, reduction: Reduction) -> Result<Tensor> {
     let summands = exchange.wait()?;
     match &summands[0] {
@@ -366,13 +371,14 @@ fn distinct_dtypes(dtypes: impl Iterator<Item = DType>) -> Vec<DType> {
     named.into_values().collect()
 }
 
-/// Concatenates flat contiguous tensors; returns a single one unchanged.
+/// Concatenates flat contiguous tensors. A tensor that is the only one with items is returned
+/// unchanged.
 pub(super) fn concat_flat(parts: &[Tensor], dtype: DType, device: &Device) -> Result<Tensor> {
-    let parts: Vec<&Tensor> = parts.iter().filter(|part| part.elem_count() > 0).collect();
-    match parts[..] {
+    let non_empty: Vec<&Tensor> = parts.iter().filter(|part| part.elem_count() > 0).collect();
+    match non_empty[..] {
         [] => empty_tensor(dtype, device),
         [only] => Ok(only.clone()),
-        _ => Tensor::cat(&parts, 0),
+        _ => Tensor::cat(&non_empty, 0),
     }
 }
 
@@ -383,7 +389,8 @@ fn concat_bucket(list: &[Tensor], bucket: &[usize]) -> Result<Tensor> {
     concat_flat(&parts, first.dtype(), first.device())
 }
 
-/// Splits a concatenated bucket into tensors of their shapes, with their indexes.
+/// Splits the concatenated tensors of a bucket. Returns each tensor with its index in the list, in
+/// its shape from `shapes`.
 fn split_bucket(
     shapes: &[Shape],
     bucket: &[usize],

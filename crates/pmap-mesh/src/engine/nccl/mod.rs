@@ -1,14 +1,15 @@
-//! The engine of processes with a GPU each: NCCL moves their tensors from device to device.
+//! The engine of a mesh of processes that have one GPU each: NCCL moves tensors from device to
+//! device.
 //!
-//! All data move by point-to-point sends, and none by NCCL's reductions, whose summation order
-//! depends on the number of ranks, the size and the network. The device adds received items. There
-//! is one communicator for all groups: a group is some of its ranks, which NCCL lets send to each
-//! other without the rest.
+//! All data move in sends from one rank to another, and the device adds received items. NCCL's
+//! reductions are not used, because their summation order depends on the number of ranks, the size
+//! and the network. All groups use one communicator, since NCCL lets some of its ranks send to each
+//! other without the remaining ranks.
 //!
-//! Every collective begins with a header to the other members: a hash of everything that must
-//! agree, so that no member waits for data that the others do not send. A replica waits for
-//! headers; its device waits for data. Started collectives have a separate communicator and thread,
-//! which waits for headers while the replica computes (ADR 17).
+//! In every collective, each member first sends a header to the other members: a hash of everything
+//! that must agree, so that no member waits for data that another member does not send. A replica
+//! waits for headers; its device waits for data. Started collectives have a separate communicator,
+//! and a separate thread that waits for headers while the replica computes (ADR 17).
 
 mod comm_thread;
 mod exchange;
@@ -31,7 +32,7 @@ use core_types::Placement;
 pub use self::store::NcclStore;
 use self::{
     comm_thread::{CommThread, StartedReceiver},
-    exchange::{ExitHandler, NcclCall, NcclChannel, empty_tensor, late},
+    exchange::{ExitHandler, NcclCall, NcclChannel, deadline_error, empty_tensor},
     link::{NcclLink, is_supported, new_id},
     list_ops::{NcclListOp, TensorReduction, TransferCount, concat_flat, flat},
     peers::PeerInfo,
@@ -51,7 +52,7 @@ use crate::{
     reduce::Reduction,
 };
 
-/// Time limit for the processes to connect at the start of a mesh: the default deadline of a
+/// Time limit for the processes to connect at the start of a mesh. It is the default deadline of a
 /// collective.
 const JOIN_TIME: Duration = PROCESS_DEADLINE;
 
@@ -68,7 +69,8 @@ struct NcclInner {
     slot: usize,
     device: Device,
     counters: [TrafficCounter; 1],
-    /// The running collective: messages of two collectives would be mixed up.
+    /// The running collective. There is one at a time, since NCCL does not tell the messages of two
+    /// collectives apart.
     current: CurrentCall,
     /// The channel of called collectives.
     called: NcclChannel,
@@ -91,11 +93,13 @@ impl Nccl {
         let processes = place.world_size().as_usize();
         let slots = topology.slots();
         if processes != slots {
-            return Err(nccl(format!("{processes} processes do not fill a mesh of {slots} slots")));
+            return Err(nccl_error(format!(
+                "{processes} processes do not fill a mesh of {slots} slots"
+            )));
         }
-        let cuda = device.as_cuda_device().map_err(|error| nccl(error.to_string()))?;
+        let cuda = device.as_cuda_device().map_err(|error| nccl_error(error.to_string()))?;
         let bootstrap = store.bootstrap(place, PeerInfo::on(cuda), JOIN_TIME, || {
-            Ok([new_id().map_err(nccl)?, new_id().map_err(nccl)?])
+            Ok([new_id().map_err(nccl_error)?, new_id().map_err(nccl_error)?])
         })?;
         let exit = ExitHandler {
             slot: place.rank().as_usize(),
@@ -103,19 +107,21 @@ impl Nccl {
             session: bootstrap.session.clone(),
         };
         let [called_id, started_id] = bootstrap.ids;
-        let mut called = join(cuda, place, called_id, &exit)?;
-        let mut started = join(cuda, place, started_id, &exit)?;
-        // All have joined, so remove the ids before any process can look for the ids of another
-        // mesh.
+        let mut called = open_channel(cuda, place, called_id, &exit)?;
+        let mut started = open_channel(cuda, place, started_id, &exit)?;
+        // All processes have joined. Remove the ids now, before a process can look for the ids of
+        // its next mesh.
         drop::<MeshBootstrap>(bootstrap);
         for channel in [&called, &started] {
-            // Connect now, and not within the time limit of the first collective.
+            // Connect now, so that the connection does not count against the time limit of the
+            // first collective.
             barrier_all(channel, &topology, "the start of the mesh")
-                .map_err(|error| nccl(error.to_string()))?;
+                .map_err(|error| nccl_error(error.to_string()))?;
         }
         called.header_timeout = deadline;
         called.deadline = deadline;
-        // No limit for headers: the replica computes meanwhile. `wait` has the limit.
+        // There is no time limit for these headers, because the replica computes in the meantime.
+        // `NcclHandle::wait` has the limit.
         started.header_timeout = Duration::MAX;
         started.deadline = deadline;
         Ok(Self(Arc::new(NcclInner {
@@ -125,7 +131,7 @@ impl Nccl {
             counters: Default::default(),
             current: CurrentCall::default(),
             called,
-            comm_thread: CommThread::new().map_err(|error| nccl(error.to_string()))?,
+            comm_thread: CommThread::new().map_err(|error| nccl_error(error.to_string()))?,
             started: Arc::new(started),
             exit,
         })))
@@ -133,15 +139,15 @@ impl Nccl {
 }
 
 /// Opens a channel with its own communicator, which all processes join.
-fn join(
+fn open_channel(
     cuda: &CudaDevice,
     place: Placement,
     id: CommId,
     exit: &ExitHandler,
 ) -> error::Result<NcclChannel> {
     let end = exit.clone();
-    let link =
-        NcclLink::join(cuda, place, id, JOIN_TIME, move |reason| end.end(reason)).map_err(nccl)?;
+    let link = NcclLink::join(cuda, place, id, JOIN_TIME, move |reason| end.end(reason))
+        .map_err(nccl_error)?;
     Ok(NcclChannel {
         link: Box::new(link),
         header_timeout: JOIN_TIME,
@@ -151,7 +157,7 @@ fn join(
     })
 }
 
-/// Waits until all slots of the mesh have called it.
+/// Waits until all slots of the mesh have called this function.
 fn barrier_all(channel: &NcclChannel, topology: &Topology, op: &'static str) -> Result<()> {
     let ctx = GroupContext::new(ALL, topology, channel.exit.slot, op, None);
     let ctx = ctx.map_err(candle_core::Error::wrap)?;
@@ -164,7 +170,7 @@ fn barrier_all(channel: &NcclChannel, topology: &Topology, op: &'static str) -> 
         .map(drop)
 }
 
-fn nccl(reason: String) -> Error {
+fn nccl_error(reason: String) -> Error {
     ProcessError::Nccl { reason }.into()
 }
 
@@ -183,23 +189,24 @@ impl Backend for Nccl {
         lists: error::Result<Vec<Vec<Tensor>>>,
     ) -> error::Result<Vec<Vec<Tensor>>> {
         let NcclInner { topology, slot, device, .. } = &*self.0;
-        let place = ProcessSlot { topology, slot: *slot, device };
-        processes::process_allgather(self, &place, purpose, lists)
+        let process = ProcessSlot { topology, slot: *slot, device };
+        processes::process_allgather(self, &process, purpose, lists)
     }
 }
 
 impl NcclInner {
-    /// Enters a collective of these tensors. Returns it with the `aux` of all members, by rank, or
-    /// `None` for a group of one.
+    /// Enters a collective on some tensors. Returns the collective with the `size_or_sender` of
+    /// each member, by rank, or `None` for a group of one.
     ///
     /// # Errors
     ///
-    /// On all members, if they do not agree; on this one, if a tensor cannot be sent.
+    /// On all members, if they call different collectives. On this member, if a tensor cannot be
+    /// sent.
     fn enter<'a>(
         &'a self,
         ctx: &'a GroupContext,
         tensors: &[Tensor],
-        aux: i64,
+        size_or_sender: i64,
     ) -> Result<Option<(NcclCall<'a>, Vec<i64>, CallGuard<'a>)>> {
         let guard = self.current.enter(ctx)?;
         tensors.iter().try_for_each(|x| self.check_sendable(ctx, x))?;
@@ -208,8 +215,9 @@ impl NcclInner {
         }
         let call = NcclCall { channel: &self.called, ctx };
         let agreement = call_hash(&ctx.call, tensors);
-        let all_aux = call.exchange_headers(agreement, aux, || description(&ctx.call, tensors))?;
-        Ok(Some((call, all_aux, guard)))
+        let text = || description(&ctx.call, tensors);
+        let sizes_or_senders = call.exchange_headers(agreement, size_or_sender, text)?;
+        Ok(Some((call, sizes_or_senders, guard)))
     }
 
     fn check_sendable(&self, ctx: &GroupContext, x: &Tensor) -> Result<()> {
@@ -229,8 +237,8 @@ impl NcclInner {
         Ok(())
     }
 
-    /// Checks and packs the arguments of a collective of lists. Returns it with the hash and the
-    /// description that the members compare.
+    /// Checks and packs the arguments of a collective on lists. Returns the packed collective, and
+    /// the hash and the description that the members compare.
     fn prepare(
         &self,
         ctx: &GroupContext,
@@ -270,7 +278,7 @@ impl PendingCollective for NcclHandle {
         match self.started.recv_timeout(deadline) {
             Ok(list_op) => list_op?.finish(),
             Err(RecvTimeoutError::Timeout) => {
-                engine.exit.end(&late(&self.ctx, deadline).to_string())
+                engine.exit.end(&deadline_error(&self.ctx, deadline).to_string())
             }
             Err(RecvTimeoutError::Disconnected) => {
                 bail!("the thread of started collectives has ended")
@@ -293,7 +301,7 @@ impl Engine for Nccl {
 
     fn all_gather(&self, ctx: &GroupContext, x: &Tensor) -> Result<GatheredTensors> {
         let own_size = match ctx.call.free_dim {
-            Some(dim) => number(x.dims()[dim]),
+            Some(dim) => to_word(x.dims()[dim]),
             None => 0,
         };
         let Some((call, sizes, _guard)) = self.0.enter(ctx, slice::from_ref(x), own_size)? else {
@@ -301,15 +309,15 @@ impl Engine for Nccl {
         };
         call.carry_out(|| {
             let shapes: Vec<Vec<usize>> =
-                sizes.iter().map(|&size| shape(ctx, x, size)).collect::<Result<_>>()?;
+                sizes.iter().map(|&size| gathered_shape(ctx, x, size)).collect::<Result<_>>()?;
             let own_items = x.elem_count();
             let parts = call.exchange_items(
                 flat(x)?,
                 |_| 0..own_items,
                 |from: usize| shapes[from].iter().product(),
             )?;
-            let parts = parts.iter().zip(shapes).map(|(part, shape)| part.reshape(shape));
-            Ok(GatheredTensors::Parts(parts.collect::<Result<_>>()?))
+            let tensors = parts.iter().zip(shapes).map(|(part, shape)| part.reshape(shape));
+            Ok(GatheredTensors::Parts(tensors.collect::<Result<_>>()?))
         })
     }
 
@@ -320,8 +328,8 @@ impl Engine for Nccl {
         call.carry_out(|| {
             let shape = parts[ctx.rank].shape();
             let n_items = shape.elem_count();
-            let flat: Vec<Tensor> = parts.iter().map(flat).collect::<Result<_>>()?;
-            let source = concat_flat(&flat, parts[0].dtype(), &self.0.device)?;
+            let flat_parts: Vec<Tensor> = parts.iter().map(flat).collect::<Result<_>>()?;
+            let source = concat_flat(&flat_parts, parts[0].dtype(), &self.0.device)?;
             let arrived =
                 call.exchange_items(source, |to| to * n_items..(to + 1) * n_items, |_| n_items)?;
             arrived.into_iter().map(|part| part.reshape(shape)).collect()
@@ -331,14 +339,14 @@ impl Engine for Nccl {
     fn receive(&self, ctx: &GroupContext, message: &SendReceive<'_>) -> Result<Option<Tensor>> {
         let SendReceive { x, is_sent, from } = *message;
         let sender = match from {
-            Some(rank) => number(rank),
+            Some(rank) => to_word(rank),
             None => NO_SENDER,
         };
         let Some((call, senders, _guard)) = self.0.enter(ctx, slice::from_ref(x), sender)? else {
             return from.map(|_| contiguous_copy(x)).transpose();
         };
         let n_items = x.elem_count();
-        let own_rank = number(ctx.rank);
+        let own_rank = to_word(ctx.rank);
         let arrived = call.carry_out(|| {
             let source = if is_sent { flat(x)? } else { empty_tensor(x.dtype(), x.device())? };
             call.exchange_items(
@@ -349,7 +357,7 @@ impl Engine for Nccl {
         })?;
         match from {
             None => Ok(None),
-            // Copy its own tensor, so that the result does not change with the argument.
+            // Copy this rank's tensor, so that writes into the argument do not change the result.
             Some(from) if from == ctx.rank => Ok(Some(contiguous_copy(x)?)),
             Some(from) => Ok(Some(arrived[from].reshape(x.shape())?)),
         }
@@ -369,7 +377,7 @@ impl Engine for Nccl {
         let (list_op, agreement, text) = self.0.prepare(ctx, work, TransferCount::One)?;
         let channel = Arc::clone(&self.0.started);
         let own_ctx = ctx.clone();
-        let started = self.0.comm_thread.carry_out(list_op, move |list_op| {
+        let started = self.0.comm_thread.queue_start(list_op, move |list_op| {
             let call = NcclCall { channel: &channel, ctx: &own_ctx };
             call.exchange_headers(agreement, 0, || text)?;
             call.carry_out(|| list_op.start(&call))
@@ -377,7 +385,8 @@ impl Engine for Nccl {
         Ok(Box::new(NcclHandle { nccl: self.clone(), ctx: ctx.clone(), started }))
     }
 
-    /// Waits until all have called it, and until each device has finished its pending work.
+    /// Waits until all members have called this method, each after its device has finished all
+    /// pending work.
     fn barrier(&self, ctx: &GroupContext) -> Result<()> {
         self.0.device.synchronize()?;
         self.0.enter(ctx, &[], 0).map(drop)
@@ -393,20 +402,20 @@ impl Engine for Nccl {
         }
     }
 
-    /// Does not return: the others wait on their devices, and only the end of the program releases
-    /// them.
+    /// Ends the program: the other processes wait on their devices, and nothing else ends their
+    /// wait.
     fn fail(&self, error: Error) {
         self.0.exit.end(&error.to_string());
     }
 
-    /// Returns `None`: a failing replica ends the program.
+    /// Returns `None`, because a failing replica ends the program.
     fn failure(&self) -> Option<Error> {
         None
     }
 }
 
 /// Returns the shape of a rank's tensor in a gather, given its size in the free dimension.
-fn shape(ctx: &GroupContext, x: &Tensor, n_rows: i64) -> Result<Vec<usize>> {
+fn gathered_shape(ctx: &GroupContext, x: &Tensor, n_rows: i64) -> Result<Vec<usize>> {
     let mut dims = x.dims().to_vec();
     if let Some(dim) = ctx.call.free_dim {
         dims[dim] = usize::try_from(n_rows)?;
@@ -414,8 +423,8 @@ fn shape(ctx: &GroupContext, x: &Tensor, n_rows: i64) -> Result<Vec<usize>> {
     Ok(dims)
 }
 
-/// Converts a size or rank to a header word.
+/// Converts a size or a rank to a word of a header.
 #[expect(clippy::expect_used, reason = "sizes of tensors in memory fit 63 bits")]
-fn number(n: usize) -> i64 {
+fn to_word(n: usize) -> i64 {
     i64::try_from(n).expect("a size fits")
 }

@@ -1,5 +1,5 @@
-//! The GPUs of a mesh's processes, exchanged before NCCL starts: NCCL rejects two processes on one
-//! GPU with an error that names neither.
+//! The GPUs of a mesh's processes. The processes exchange them before NCCL starts, because NCCL
+//! rejects two processes on one GPU with an error that names neither process.
 
 use std::{
     collections::BTreeMap,
@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 /// A process and its GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct PeerInfo {
-    /// A random number that distinguishes this process from one of an earlier start.
+    /// A random number that distinguishes this process from the processes of earlier starts.
     token: u64,
     /// NVIDIA's unique id of the GPU.
     uuid: [u8; 16],
@@ -39,7 +39,7 @@ impl PeerInfo {
     }
 }
 
-/// Returns a number that no other start of a mesh has.
+/// Returns a random number that no other start of a mesh has.
 pub(super) fn token() -> u64 {
     // The keys of hash maps are the standard library's only source of randomness.
     RandomState::new().hash_one(())
@@ -56,9 +56,9 @@ pub(super) fn check_distinct_gpus(peers: &[PeerInfo]) -> Result<(), String> {
     let mut ranks: BTreeMap<[u8; 16], usize> = BTreeMap::new();
     for (rank, peer) in peers.iter().enumerate() {
         if let Some(first) = ranks.insert(peer.uuid, rank) {
-            let taken = &peers[first];
+            let first_peer = &peers[first];
             return Err(format!(
-                "rank {first} ({taken}) and rank {rank} ({peer}) take the same GPU, but NCCL needs one \
+                "rank {first} ({first_peer}) and rank {rank} ({peer}) take the same GPU, but NCCL needs one \
                  for each process: start as many processes on a machine as it has GPUs, and pass the \
                  local rank as the device"
             ));

@@ -1,9 +1,9 @@
 //! Rendezvous of a mesh's processes over NCCL: rank 0 publishes a call, each other rank replies
 //! with its description, and rank 0 publishes the ids of the communicators.
 //!
-//! An answer repeats the number of the call, and the final record repeats the token of each answer,
-//! so that a process never takes files of an earlier start for a running process. A process that
-//! cannot take part publishes its error, and all of them fail.
+//! A reply repeats the number of the call, and the final record repeats the description in each
+//! reply, so that no process takes the files of an earlier start for those of a running process. A
+//! process that cannot take part publishes its error, and then all processes fail.
 
 use std::{
     ffi::OsString,
@@ -32,11 +32,12 @@ pub(super) type CommIds = [CommId; 2];
 /// The version of the files' format.
 const VERSION: u32 = 1;
 
-/// The interval between two looks for a file: short compared to the seconds that NCCL takes to
-/// start, and easy on a shared file system.
+/// The interval between two checks for a file: short compared to the seconds that NCCL takes to
+/// start, and long enough to spare a shared file system.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Time limit for rank 0 to wait until all have read its error; they look many times a second.
+/// Time limit for rank 0 to wait until all ranks have read its error. Each rank checks for it many
+/// times a second.
 const READ_TIME: Duration = Duration::from_secs(10);
 
 /// The place where the processes of a mesh over NCCL find each other.
@@ -45,18 +46,19 @@ const READ_TIME: Duration = Duration::from_secs(10);
 pub enum NcclStore {
     /// A file that does not exist yet, on a file system that all machines share.
     ///
-    /// Each rank creates a file of this name with its rank appended, `name.3`. When rank 0 has read
-    /// them all, it writes the file itself. Each rank removes its file when all have joined. Make
-    /// the name unique, for example with the id of the job: files of an earlier run are rejected.
+    /// Each rank creates a file of this name with its rank appended, such as `name.3`. When rank 0
+    /// has read the files of all ranks, it writes the file `name`. Each rank removes its files when
+    /// all ranks have joined. Make the name unique, for example with the id of the job: files of an
+    /// earlier run are rejected.
     File(PathBuf),
-    /// The MPI program of these processes, if `mpirun` or `srun` has started them as one.
+    /// The MPI program that `mpirun` or `srun` has started with these processes.
     ///
-    /// It lasts as long as the mesh, and a failure ends it.
+    /// The program lasts as long as the mesh, and a failure of one process ends all processes.
     #[cfg(feature = "mpi")]
     Mpi,
 }
 
-/// The shared facts of a mesh's start, kept until all processes have joined.
+/// The result of a rendezvous, kept until all processes have joined the communicators.
 #[derive(Debug)]
 pub(super) struct MeshBootstrap {
     pub(super) ids: CommIds,
@@ -67,8 +69,8 @@ pub(super) struct MeshBootstrap {
 }
 
 impl NcclStore {
-    /// Returns the ids that rank 0 creates, if all processes can take part. `peer` describes this
-    /// process, or has the reason reason it cannot take part.
+    /// Returns the ids that rank 0 creates with `make`, if all processes can take part. `peer` is
+    /// the description of this process, or the reason why it cannot take part.
     pub(super) fn bootstrap(
         &self,
         place: Placement,
@@ -91,7 +93,7 @@ impl NcclStore {
     }
 }
 
-/// The contents of a file.
+/// A file of the rendezvous, with its contents.
 #[derive(Serialize, Deserialize)]
 struct FileRecord<T> {
     version: u32,
@@ -99,10 +101,10 @@ struct FileRecord<T> {
     contents: T,
 }
 
-/// The answer of each rank but the first.
+/// The reply of each rank except rank 0.
 #[derive(Serialize, Deserialize)]
 struct StoreReply {
-    /// The number of the call.
+    /// The number of the call that it answers.
     call: u64,
     peer: std::result::Result<PeerInfo, String>,
 }
@@ -116,7 +118,7 @@ struct FinalRecord {
     peers: Vec<PeerInfo>,
 }
 
-/// The files of a mesh's start, as seen by one process.
+/// One process's access to the files of a rendezvous.
 struct StoreFiles<'a> {
     path: &'a Path,
     place: Placement,
@@ -131,16 +133,20 @@ impl StoreFiles<'_> {
         peer: std::result::Result<PeerInfo, String>,
         make: impl FnOnce() -> Result<CommIds>,
     ) -> Result<MeshBootstrap> {
-        // Create this file first: it fails if another mesh uses the name.
+        // Create this file first, which fails if another mesh uses the name.
         let file = OwnFile::claim(self.path)?;
         let call = token();
         let call_file = OwnFile::claim(&self.rank_path(0))?;
         self.fill(&call_file, call)?;
         let replies: Vec<_> =
             (1..self.world_size()).map(|rank| self.read_reply(rank, call)).collect();
-        // Ranks that answered will read the outcome, and then remove their replies.
-        let came = (1..).zip(&replies).filter(|(_, answer)| answer.is_ok());
-        let came: Vec<PathBuf> = came.map(|(rank, _)| self.rank_path(rank)).collect();
+        // A rank that has replied reads the outcome, and then removes its reply.
+        let mut reply_paths = Vec::new();
+        for (rank, reply) in (1..).zip(&replies) {
+            if reply.is_ok() {
+                reply_paths.push(self.rank_path(rank));
+            }
+        }
         match collect_peers(peer, replies).and_then(|peers| Ok((make()?, peers))) {
             Ok((ids, peers)) => {
                 self.fill(&file, Ok::<_, String>(FinalRecord { ids: ids.concat(), peers }))?;
@@ -153,39 +159,39 @@ impl StoreFiles<'_> {
             }
             Err(error) => {
                 self.fill(&file, Err::<FinalRecord, _>(error.to_string()))?;
-                wait_for_readers(&came, READ_TIME);
+                wait_for_readers(&reply_paths, READ_TIME);
                 Err(error)
             }
         }
     }
 
-    /// Returns the answer of a rank to this call, within the time limit.
+    /// Waits for the reply of a rank to this call, up to the time limit.
     fn read_reply(&self, rank: u64, call: u64) -> Result<std::result::Result<PeerInfo, String>> {
         let path = self.rank_path(rank);
-        let answer: StoreReply = self.read(&path, || Ok(()))?;
-        if answer.call == call { Ok(answer.peer) } else { Err(stale(&path)) }
+        let reply: StoreReply = self.read(&path, || Ok(()))?;
+        if reply.call == call { Ok(reply.peer) } else { Err(stale_error(&path)) }
     }
 
-    /// Runs the part of the other ranks.
+    /// Runs the part of a rank other than 0.
     fn run_other_rank(&self, peer: std::result::Result<PeerInfo, String>) -> Result<MeshBootstrap> {
-        // Create this file first: it fails if an earlier run left one.
+        // Create this file first, which fails if an earlier run left its file.
         let own_file = OwnFile::claim(&self.rank_path(self.place.rank().as_u64()))?;
         let call: u64 = self.read(&self.rank_path(0), || Ok(()))?;
         self.fill(&own_file, StoreReply { call, peer: peer.clone() })?;
-        let roll: std::result::Result<FinalRecord, String> =
+        let outcome: std::result::Result<FinalRecord, String> =
             self.read(self.path, || match self.path.try_exists() {
-                Ok(false) => Err(nccl("rank 0 has ended while the others joined it")),
+                Ok(false) => Err(nccl_error("rank 0 has ended before all ranks had joined")),
                 _ => Ok(()),
             })?;
-        // The local error is more precise.
-        let peer = peer.map_err(nccl)?;
+        // Return the local error first, since it is more precise.
+        let peer = peer.map_err(nccl_error)?;
         let FinalRecord { ids, peers } =
-            roll.map_err(|reason| ProcessError::PeerInfo { slot: 0, reason })?;
+            outcome.map_err(|reason| ProcessError::Peer { slot: 0, reason })?;
         if peers.get(self.place.rank().as_usize()) != Some(&peer) {
-            return Err(stale(self.path));
+            return Err(stale_error(self.path));
         }
         Ok(MeshBootstrap {
-            ids: parse_ids(&ids).ok_or_else(|| stale(self.path))?,
+            ids: parse_ids(&ids).ok_or_else(|| stale_error(self.path))?,
             _own_files: vec![own_file],
             #[cfg(feature = "mpi")]
             session: None,
@@ -203,49 +209,51 @@ impl StoreFiles<'_> {
         PathBuf::from(name)
     }
 
+    /// Writes the contents of one of this process's files.
     fn fill(&self, file: &OwnFile, contents: impl Serialize) -> Result<()> {
         let record = FileRecord { version: VERSION, world_size: self.world_size(), contents };
         let bytes = serde_json::to_vec(&record).map_err(io::Error::from);
-        bytes.and_then(|bytes| file.fill(&bytes)).map_err(|cause| store(&file.0, cause))
+        bytes.and_then(|bytes| file.fill(&bytes)).map_err(|cause| store_error(&file.0, cause))
     }
 
-    /// Waits for the contents of a file; `go_on` may return an error to stop the wait.
-    fn read<T: DeserializeOwned>(&self, path: &Path, go_on: impl Fn() -> Result<()>) -> Result<T> {
+    /// Waits for the contents of a file, up to the time limit. An error of `check` ends the wait.
+    fn read<T: DeserializeOwned>(&self, path: &Path, check: impl Fn() -> Result<()>) -> Result<T> {
         loop {
             match fs::read(path) {
                 Ok(bytes) if !bytes.is_empty() => {
-                    let contents = contents(&bytes, self.world_size());
-                    return contents.map_err(|cause| store(path, cause));
+                    return parse_contents(&bytes, self.world_size())
+                        .map_err(|cause| store_error(path, cause));
                 }
                 Err(error) if error.kind() != ErrorKind::NotFound => {
-                    return Err(store(path, error));
+                    return Err(store_error(path, error));
                 }
-                _ => go_on()?,
+                _ => check()?,
             }
             if self.start.elapsed() >= self.timeout {
-                let reason = format!("nobody has written it within {:?}", self.timeout);
-                return Err(store(path, io::Error::new(ErrorKind::TimedOut, reason)));
+                let reason = format!("it was not written within {:?}", self.timeout);
+                return Err(store_error(path, io::Error::new(ErrorKind::TimedOut, reason)));
             }
             thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
-/// Returns the processes by rank, given rank 0 and the replies of the others.
+/// Returns the descriptions of all processes, by rank, given rank 0's description and the replies
+/// of the other ranks.
 fn collect_peers(
     rank_0: std::result::Result<PeerInfo, String>,
     replies: Vec<Result<std::result::Result<PeerInfo, String>>>,
 ) -> Result<Vec<PeerInfo>> {
-    let mut peers = vec![rank_0.map_err(|reason| nccl(format!("rank 0: {reason}")))?];
-    for (rank, answer) in (1..).zip(replies) {
-        peers.push(answer?.map_err(|reason| nccl(format!("rank {rank}: {reason}")))?);
+    let mut peers = vec![rank_0.map_err(|reason| nccl_error(format!("rank 0: {reason}")))?];
+    for (rank, reply) in (1..).zip(replies) {
+        peers.push(reply?.map_err(|reason| nccl_error(format!("rank {rank}: {reason}")))?);
     }
-    check_distinct_gpus(&peers).map_err(nccl)?;
+    check_distinct_gpus(&peers).map_err(nccl_error)?;
     Ok(peers)
 }
 
-/// Waits until all have read the error of rank 0, before its file is removed. (A rank that has
-/// joined has read the file.)
+/// Waits until all ranks have read the error of rank 0, so that its file can be removed. A rank
+/// removes its reply after it has read the file.
 fn wait_for_readers(replies: &[PathBuf], timeout: Duration) {
     let start = Instant::now();
     while replies.iter().any(|path| path.exists()) && start.elapsed() < timeout {
@@ -253,44 +261,48 @@ fn wait_for_readers(replies: &[PathBuf], timeout: Duration) {
     }
 }
 
-fn contents<T: DeserializeOwned>(bytes: &[u8], expected: u64) -> io::Result<T> {
-    let no_part = |error: serde_json::Error| {
-        invalid(format!("the file is no part of a mesh's start, or of another version's: {error}"))
+/// Returns the contents of a file of this version and world size.
+fn parse_contents<T: DeserializeOwned>(bytes: &[u8], expected: u64) -> io::Result<T> {
+    let format_error = |error: serde_json::Error| {
+        invalid(format!(
+            "the file is not from the start of a mesh, or from another version: {error}"
+        ))
     };
     let FileRecord { version, world_size, contents } =
-        serde_json::from_slice::<FileRecord<serde_json::Value>>(bytes).map_err(no_part)?;
+        serde_json::from_slice::<FileRecord<serde_json::Value>>(bytes).map_err(format_error)?;
     if version != VERSION {
-        return Err(invalid(format!("the file is of version {version}, not {VERSION}")));
+        return Err(invalid(format!("the file has version {version}, not {VERSION}")));
     }
     if world_size != expected {
-        return Err(invalid(format!("the file is of a world of {world_size}, not {expected}")));
+        return Err(invalid(format!("the file is for {world_size} processes, not {expected}")));
     }
-    serde_json::from_value(contents).map_err(no_part)
+    serde_json::from_value(contents).map_err(format_error)
 }
 
 fn invalid(reason: String) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, reason)
 }
 
-fn stale(path: &Path) -> Error {
+fn stale_error(path: &Path) -> Error {
     let reason = "an earlier start has left the file; remove it";
-    store(path, io::Error::new(ErrorKind::AlreadyExists, reason))
+    store_error(path, io::Error::new(ErrorKind::AlreadyExists, reason))
 }
 
-fn store(path: &Path, cause: io::Error) -> Error {
+fn store_error(path: &Path, cause: io::Error) -> Error {
     ProcessError::Store { path: path.to_owned(), cause }.into()
 }
 
-fn nccl(reason: impl Display) -> Error {
+fn nccl_error(reason: impl Display) -> Error {
     ProcessError::Nccl { reason: reason.to_string() }.into()
 }
 
-/// Returns the ids in these bytes, if the length is right.
+/// Returns the ids in these bytes, or `None` if the number of bytes is wrong.
 fn parse_ids(bytes: &[u8]) -> Option<CommIds> {
     let (ids, rest): (&[CommId], _) = bytes.as_chunks();
     ids.try_into().ok().filter(|_| rest.is_empty())
 }
 
+/// Runs the rendezvous through the MPI program of these processes.
 #[cfg(feature = "mpi")]
 #[expect(clippy::expect_used, reason = "the description of a process is valid JSON")]
 fn bootstrap_by_mpi(
@@ -301,16 +313,16 @@ fn bootstrap_by_mpi(
     let session = MpiSession::start()?;
     let own_rank = session.rank();
     let size = session.size();
-    // A process that cannot take part ends the program: the others wait for the ids and for its
-    // description.
+    // A process that cannot take part ends the program, since the other processes would wait for
+    // the ids and for its description.
     if own_rank != place.rank().as_usize() || size != place.world_size().as_usize() {
-        session.end(&format!("this process is rank {own_rank} of {size}, not {place}"));
+        session.exit_all(&format!("this process is rank {own_rank} of {size}, not {place}"));
     }
-    let peer = peer.unwrap_or_else(|reason| session.end(&reason));
+    let peer = peer.unwrap_or_else(|reason| session.exit_all(&reason));
     let own_bytes = serde_json::to_vec(&peer).expect("numbers and a name have a form in JSON");
     let mut ids = [[0; size_of::<CommId>()]; 2];
     if place.rank() == Rank::ZERO {
-        ids = make().unwrap_or_else(|error| session.end(&error.to_string()));
+        ids = make().unwrap_or_else(|error| session.exit_all(&error.to_string()));
     }
     for id in &mut ids {
         session.broadcast(id, 0)?;
@@ -318,15 +330,15 @@ fn bootstrap_by_mpi(
     let mut peers = Vec::new();
     for rank in 0..size {
         let bytes = broadcast(&session, own_bytes.clone(), rank)?;
-        peers.push(serde_json::from_slice(&bytes).map_err(nccl)?);
+        peers.push(serde_json::from_slice(&bytes).map_err(nccl_error)?);
     }
-    check_distinct_gpus(&peers).map_err(nccl)?;
+    check_distinct_gpus(&peers).map_err(nccl_error)?;
     Ok(MeshBootstrap { ids, _own_files: Vec::new(), session: Some(session) })
 }
 
-/// Broadcasts the bytes of a rank; the other ranks do not know their length.
+/// Broadcasts the bytes of rank `from` to all ranks, which do not know their number.
 #[cfg(feature = "mpi")]
-#[expect(clippy::expect_used, reason = "who a process is takes less than 2^64 bytes")]
+#[expect(clippy::expect_used, reason = "the description of a process fits in memory")]
 fn broadcast(session: &MpiSession, mut bytes: Vec<u8>, from: usize) -> Result<Vec<u8>> {
     let mut len = (bytes.len() as u64).to_le_bytes();
     session.broadcast(&mut len, from)?;
@@ -345,11 +357,11 @@ impl OwnFile {
         let made = OpenOptions::new().write(true).create_new(true).open(path);
         made.map_err(|error| match error.kind() {
             ErrorKind::AlreadyExists => {
-                io::Error::new(error.kind(), "the file exists; every mesh needs one of its own")
+                io::Error::new(error.kind(), "the file exists; every mesh needs a separate file")
             }
             _ => error,
         })
-        .map_err(|cause| store(path, cause))?;
+        .map_err(|cause| store_error(path, cause))?;
         Ok(Self(path.to_owned()))
     }
 
@@ -363,7 +375,7 @@ impl OwnFile {
 
 impl Drop for OwnFile {
     fn drop(&mut self) {
-        // The next process that creates it reports a leftover.
+        // If this fails, the next process that creates the file reports it.
         drop(fs::remove_file(&self.0));
     }
 }

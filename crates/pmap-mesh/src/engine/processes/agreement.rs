@@ -8,17 +8,19 @@ use crate::{
     error::{CollectiveError, call::CollectiveCall},
 };
 
-/// The size of a call's description: enough for a path, a shape and a list of pairs of ranks.
+/// The size of a call's description in bytes: enough for a path, a shape and a list of pairs of
+/// ranks.
 pub(crate) const TEXT_BYTES: usize = 4096;
 
-/// Returns a hash that differs if calls, or the dtypes or shapes of their tensors, do not agree.
+/// Returns a hash of a call and of the dtypes and shapes of its tensors. Calls that do not agree
+/// have different hashes.
 pub(crate) fn call_hash(call: &CollectiveCall, tensors: &[Tensor]) -> u64 {
     let mut agreement = Fingerprint::new();
     agreement
         .write_bytes(call.op.as_bytes())
         .write_bytes(call.detail.as_bytes())
         .write_u64(call.set);
-    // This must not allocate: a sum of a few bytes takes only 2 µs.
+    // Do not allocate here: a complete sum of a few bytes takes only 2 µs.
     agreement.write_u64(match call.free_dim {
         Some(dim) => dim as u64,
         None => u64::MAX,
@@ -35,7 +37,8 @@ pub(crate) fn call_hash(call: &CollectiveCall, tensors: &[Tensor]) -> u64 {
     agreement.finish()
 }
 
-/// Adds the number of dimensions and the sizes that must agree.
+/// Adds the number of dimensions, and the sizes in all dimensions but the free one, to a
+/// fingerprint.
 fn add_sizes(agreement: &mut Fingerprint, call: &CollectiveCall, dims: &[usize]) {
     agreement.write_u64(dims.len() as u64);
     for (dim, &size) in dims.iter().enumerate() {
@@ -45,8 +48,8 @@ fn add_sizes(agreement: &mut Fingerprint, call: &CollectiveCall, dims: &[usize])
     }
 }
 
-/// Returns the description of this process's call, padded to [`TEXT_BYTES`]; includes the tensors
-/// if the call does not.
+/// Returns the description of this process's call, padded or cut to [`TEXT_BYTES`]. It includes the
+/// dtypes and shapes of the tensors if the call has no single tensor.
 pub(crate) fn description(call: &CollectiveCall, tensors: &[Tensor]) -> Vec<u8> {
     let mut text = call.to_string();
     if call.dtype.is_none() && !tensors.is_empty() {

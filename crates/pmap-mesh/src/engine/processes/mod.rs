@@ -1,5 +1,5 @@
-//! Common parts of the multi-process engines: one collective at a time, agreement, waiting,
-//! exchange of results, and termination.
+//! Common parts of the engines of several processes: the limit of one collective at a time, the
+//! check that processes agree, waiting, the exchange of results, and termination.
 
 mod agreement;
 mod packing;
@@ -29,11 +29,12 @@ pub(crate) fn exit_process(rank: usize, reason: &str, stop: impl FnOnce()) -> ! 
 #[derive(Debug, Default)]
 pub(crate) struct CurrentCall(Mutex<Option<Arc<CollectiveCall>>>);
 
-/// A lock on the current collective: while it exists, other threads of this process get an error.
+/// A running collective. While it exists, another thread of this process that enters a collective
+/// gets an error.
 pub(crate) struct CallGuard<'a>(&'a CurrentCall);
 
 impl CurrentCall {
-    /// Begins a collective.
+    /// Begins a collective, which ends when the guard is dropped.
     ///
     /// # Errors
     ///
@@ -59,7 +60,7 @@ impl Drop for CallGuard<'_> {
     }
 }
 
-/// The one slot of a process, and its device.
+/// The only slot of a process, and its device.
 pub(crate) struct ProcessSlot<'a> {
     pub(crate) topology: &'a Topology,
     pub(crate) slot: usize,
@@ -67,23 +68,24 @@ pub(crate) struct ProcessSlot<'a> {
     pub(crate) device: &'a Device,
 }
 
-/// Returns the lists of all processes, given this one's; tensors may have any dtypes and shapes.
+/// Returns the lists of all processes, by slot; `lists` has the list of this process. Tensors may
+/// have any dtypes and shapes.
 ///
-/// A process that has an error, or cannot send its list, sends the error instead: otherwise the
-/// others would wait for it until their deadline.
+/// A process that has an error, or cannot send its list, sends the error instead. Without a
+/// message, the other processes would wait until their deadline.
 pub(crate) fn process_allgather(
     engine: &impl Engine,
     process: &ProcessSlot<'_>,
     purpose: AllgatherPurpose,
     lists: error::Result<Vec<Vec<Tensor>>>,
 ) -> error::Result<Vec<Vec<Tensor>>> {
-    let sent =
+    let encoded =
         lists.and_then(|lists| encode_list(&lists[0], process.device).map_err(exchange_error));
-    let (message, failure) = match sent {
+    let (message, failure) = match encoded {
         Ok(message) => (message, None),
         Err(error) => {
             let Ok(message) = encode_reason(&error.to_string(), process.device) else {
-                // The error cannot be sent either: the end of this process reports it.
+                // The error cannot be sent either, so end this process, which reports the error.
                 engine.fail(error);
                 unreachable!("an engine of several processes ends this one when it fails")
             };
@@ -96,11 +98,11 @@ pub(crate) fn process_allgather(
     };
     let ctx = GroupContext::new(ALL, process.topology, process.slot, op, Some(&message))?
         .with_free_dim(0);
-    let of_all = engine.all_gather(&ctx, &message).and_then(GatheredTensors::into_parts);
-    // The local error comes first, even if the exchange failed too.
+    let messages = engine.all_gather(&ctx, &message).and_then(GatheredTensors::into_parts);
+    // Return the local error, if there is one, even if the exchange failed too.
     match failure {
         Some(error) => Err(error),
-        None => decode_lists(&of_all.map_err(exchange_error)?),
+        None => decode_lists(&messages.map_err(exchange_error)?),
     }
 }
 
@@ -118,8 +120,8 @@ fn decode_lists(messages: &[Tensor]) -> error::Result<Vec<Vec<Tensor>>> {
     Ok(lists)
 }
 
-/// Runs a last barrier with the other processes, so that a process still in a collective along all
-/// axes fails instead of waiting.
+/// Runs a barrier of all processes at the end of a call. A process that is still in a collective
+/// along all axes then fails instead of waiting.
 pub(crate) fn final_barrier(engine: &impl Engine, topology: &Topology, slot: usize) -> Result<()> {
     let ctx = GroupContext::new(ALL, topology, slot, "the end of the function", None)
         .map_err(candle_core::Error::wrap)?;

@@ -1,14 +1,16 @@
-//! Encoding of a list of tensors of any dtypes and shapes, or of an error, as one tensor of bytes.
+//! The encoding of a list of tensors, or of an error, as one tensor of bytes. The tensors of a list
+//! may have any dtypes and shapes.
 
 use candle_core::{Device, Result, Tensor, safetensors::Load};
 use safetensors::SafeTensors;
 
 use crate::device::to_device::{contiguous_copy, to_host};
 
-/// The name of the tensor with the error, in a message without a list.
+/// The name of the tensor that contains the error, in a message that has an error instead of a
+/// list.
 const REASON: &str = "reason";
 
-/// Encodes a list as a safetensors file with indexes as names.
+/// Encodes a list as a safetensors file, in which the name of a tensor is its index in the list.
 pub(super) fn encode_list(list: &[Tensor], device: &Device) -> Result<Tensor> {
     let host = list
         .iter()
@@ -29,7 +31,8 @@ fn byte_tensor(bytes: Vec<u8>, device: &Device) -> Result<Tensor> {
     Tensor::from_vec(bytes, len, device)
 }
 
-/// Decodes a list, or the error of the process that failed to send one.
+/// Decodes a message: the list of a process, or the error of a process that failed to send its
+/// list.
 pub(super) fn decode(bytes: &Tensor) -> Result<std::result::Result<Vec<Tensor>, String>> {
     let bytes: Vec<u8> = to_host(bytes)?.to_vec1()?;
     let file = SafeTensors::deserialize(&bytes)?;

@@ -1,5 +1,5 @@
-//! Backoff of a thread that polls for an event that cannot wake it: a message of another process,
-//! or the completion on a device.
+//! The backoff of a thread that polls for an event that cannot wake it: a message from another
+//! process, or the end of work on a device.
 
 use std::{thread, time::Duration};
 
@@ -9,13 +9,13 @@ const POLL_TIME: Duration = Duration::from_micros(200);
 /// The longest sleep.
 const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 
-/// Returns how long to sleep after a quiet time, or `None` to keep polling. It is an eighth of the
-/// quiet time, so that sleeping lengthens a wait by at most that fraction.
+/// Returns how long to sleep after the time `quiet` without an event, or `None` to keep polling.
+/// The sleep is an eighth of this time, so that it lengthens a wait by at most an eighth.
 pub(crate) fn sleep_duration(quiet: Duration) -> Option<Duration> {
     (quiet > POLL_TIME).then(|| LONGEST_SLEEP.min(quiet / 8))
 }
 
-/// Sleeps for a duration, or yields without one.
+/// Sleeps for a duration; yields if it is `None`.
 pub(crate) fn pause(duration: Option<Duration>) {
     match duration {
         Some(duration) => thread::sleep(duration),

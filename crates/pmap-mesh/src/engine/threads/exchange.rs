@@ -9,8 +9,8 @@ use crate::{axes::AxisSet, reduce::shared_work::SharedWork};
 /// One member's contribution to a collective.
 #[derive(Debug, Default)]
 pub(super) struct MemberContribution {
-    /// The tensors. Other members may read them after all have arrived, until this member leaves
-    /// the collective.
+    /// The contributed tensors. Other members read them from the arrival of the last member until
+    /// this member leaves the collective.
     pub(super) tensors: Vec<Tensor>,
     /// The indexes of the tensors that this member wants, for
     /// [`WantedTensors::Own`](crate::engine::WantedTensors::Own).
@@ -27,27 +27,27 @@ impl From<Tensor> for MemberContribution {
 #[derive(Debug)]
 pub(super) struct ListWork {
     pub(super) work: SharedWork,
-    /// The index of each reduced run's output.
+    /// The index of each reduced run's output; empty for a concatenation.
     pub(super) outputs: BTreeMap<RunKey, usize>,
 }
 
 /// The tensor, the first item and the end of a run.
 pub(super) type RunKey = (usize, usize, usize);
 
-/// Plans the shared work of a group from its contributions; returns `None` if each member computes
-/// its results alone.
+/// Plans the shared work of a group, given the contributions of its members by rank; returns `None`
+/// if each member computes its results alone.
 pub(super) type WorkPlanner<'a> =
     &'a dyn Fn(&[MemberContribution]) -> Option<candle_core::Result<ListWork>>;
 
-/// The key of a collective in a call: the axes and index of its group, and the collective's number
-/// in the group.
+/// The key of a collective in a call: the axes of its group, the index of the group along these
+/// axes, and the number of the collective in the group.
 pub(super) type CollectiveKey = (AxisSet, usize, u64);
 
 /// The shared state of one collective of a group.
 #[derive(Debug)]
 pub(super) struct GroupExchange {
     key: CollectiveKey,
-    /// Set when all members have arrived.
+    /// The contributions and the work; set when all members have arrived.
     published: OnceLock<CompleteExchange>,
 }
 
@@ -73,23 +73,22 @@ impl GroupExchange {
         self.published.get().is_some()
     }
 
-    /// Publishes all contributions to the members, and plans the shared work. The last member to
-    /// arrive calls this.
+    /// Plans the shared work, and publishes it and all contributions to the members. Called by the
+    /// last member to arrive.
     #[expect(clippy::expect_used, reason = "only the last member completes an exchange")]
     pub(super) fn complete(
         &self,
         contributions: Vec<MemberContribution>,
         plan: Option<WorkPlanner<'_>>,
     ) {
-        let work = plan
-            .and_then(|plan| plan(&contributions))
-            .map(|planned| planned.map_err(|error| error.to_string()));
+        let planned = plan.and_then(|plan| plan(&contributions));
+        let work = planned.map(|result| result.map_err(|error| error.to_string()));
         self.published
             .set(CompleteExchange { contributions, work })
             .expect("an exchange is completed once");
     }
 
-    #[expect(clippy::expect_used, reason = "the last rank to arrive completes the exchange")]
+    #[expect(clippy::expect_used, reason = "members read an exchange only after it is complete")]
     fn get(&self) -> &CompleteExchange {
         self.published.get().expect("all members have arrived")
     }

@@ -1,9 +1,10 @@
-//! Collectives of lists of tensors, over memory that all members of a group can read.
+//! Collectives on lists of tensors, through memory that all members of a group can read.
 //!
-//! Starting a collective only contributes its tensors, which must not change until the wait. The
-//! copying and adding is shared work ([`SharedWork`]): once all members have arrived, waiting
-//! members compute it chunk by chunk. The last member could do it alone, but then its own
-//! computation and the waiting cores would be idle meanwhile.
+//! A member that starts a collective only contributes tensors, which must not change until the wait
+//! has returned. The members compute the results together ([`SharedWork`]): once all members have
+//! arrived, members that wait copy and add the tensors chunk by chunk. The last member to arrive
+//! could do this alone, but this would delay its own computation, and leave the cores of the
+//! waiting members idle.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -28,21 +29,21 @@ use crate::{
     },
 };
 
-/// One member's parameters of a collective of lists, besides its contribution.
+/// One member's parameters of a collective on lists, without its contribution.
 #[derive(Debug)]
 pub(super) enum ListOp {
     Gather { layout: RunLayout, device: Device },
     Reduce(ListReduction),
 }
 
-/// A reduction of parts of the members' lists.
+/// A reduction of the members' lists, or of parts of them.
 #[derive(Debug)]
 pub(super) struct ListReduction {
     wanted: WantedTensors,
     reduction: Reduction,
     /// The device of each tensor of the list.
     devices: Vec<Device>,
-    /// Whether every member reduces its part alone.
+    /// Whether the lists are so small that every member computes its results alone.
     is_small: bool,
 }
 
@@ -68,7 +69,7 @@ impl ListOp {
         }
     }
 
-    /// Plans the shared work.
+    /// Plans the shared work; returns `None` if each member computes its results alone.
     pub(super) fn plan(&self, contributions: &[MemberContribution]) -> Option<Result<ListWork>> {
         match self {
             Self::Gather { layout, .. } => Some(plan_gather(layout, contributions)),
@@ -76,8 +77,8 @@ impl ListOp {
         }
     }
 
-    /// Returns the results, after all members have contributed.
-    pub(super) fn results(
+    /// Computes this member's results, after all members have contributed.
+    pub(super) fn compute_results(
         &self,
         rendezvous: &Rendezvous,
         ctx: &GroupContext,
@@ -91,7 +92,7 @@ impl ListOp {
             Self::Gather { layout, device } => gather_results(layout, device, shared),
             Self::Reduce(op) => match shared {
                 Some(shared) => op.shared_results(ctx, exchange, shared),
-                None => op.compute_results(ctx, exchange),
+                None => op.results_alone(ctx, exchange),
             },
         }
     }
@@ -103,7 +104,8 @@ impl ListReduction {
         wanted: WantedTensors,
         reduction: Reduction,
     ) -> Result<(Self, MemberContribution)> {
-        // Copy small lists, so that no member waits until all have read them.
+        // Copy small lists, so that no member has to wait until the other members have read its
+        // list.
         let is_small = list.iter().map(n_bytes).sum::<usize>() <= SMALL_BYTES;
         let to_contribution = if is_small { snapshot } else { to_host };
         let tensors = list.iter().map(to_contribution).collect::<Result<_>>()?;
@@ -121,7 +123,7 @@ impl ListReduction {
         ))
     }
 
-    /// Returns the results of the shared work.
+    /// Returns this member's results of finished shared work.
     fn shared_results(
         &self,
         ctx: &GroupContext,
@@ -136,8 +138,8 @@ impl ListReduction {
             .collect()
     }
 
-    /// Computes the results in this member alone.
-    fn compute_results(&self, ctx: &GroupContext, exchange: &GroupExchange) -> Result<Vec<Tensor>> {
+    /// Computes this member's results without the other members.
+    fn results_alone(&self, ctx: &GroupContext, exchange: &GroupExchange) -> Result<Vec<Tensor>> {
         let contributions = exchange.contributions();
         check_equal_lists(contributions)?;
         let mut results = Vec::new();
@@ -151,7 +153,8 @@ impl ListReduction {
         Ok(results)
     }
 
-    /// Plans the reduction of all wanted runs, each once.
+    /// Plans the reductions of all runs that any rank wants. A run that several ranks want is
+    /// reduced once.
     fn plan(&self, contributions: &[MemberContribution]) -> Result<ListWork> {
         check_equal_lists(contributions)?;
         let mut outputs = BTreeMap::new();
@@ -190,8 +193,8 @@ fn output_key(run: &Run) -> RunKey {
     (run.tensor, run.items.start, run.items.end)
 }
 
-/// Rejects lists with different dtypes or shapes: the kernel would reduce only the items that all
-/// have.
+/// Rejects lists whose dtypes or shapes differ, since the kernel would reduce only the items that
+/// all lists have.
 fn check_equal_lists(contributions: &[MemberContribution]) -> Result<()> {
     let first = &contributions[0].tensors;
     for (rank, MemberContribution { tensors, .. }) in contributions.iter().enumerate() {
@@ -211,13 +214,13 @@ fn check_equal_lists(contributions: &[MemberContribution]) -> Result<()> {
 }
 
 /// Returns the gathered tensors of a layout.
-#[expect(clippy::expect_used, reason = "`ListOp::plan` lays out every gathering")]
+#[expect(clippy::expect_used, reason = "`ListOp::plan` plans shared work for every gather")]
 fn gather_results(
     layout: &RunLayout,
     device: &Device,
     shared: Option<&ListWork>,
 ) -> Result<Vec<Tensor>> {
-    let work = &shared.expect("the members share the work of every gathering").work;
+    let work = &shared.expect("the members share the work of every gather").work;
     let leaves = (0..layout.tensors().len()).map(|index| Var::from_tensor(&work.result(index)?));
     leaves.map(|leaf| leaf_to_device(leaf?, device)).collect()
 }
@@ -225,7 +228,7 @@ fn gather_results(
 /// Plans the concatenation of a layout's tensors.
 fn plan_gather(layout: &RunLayout, contributions: &[MemberContribution]) -> Result<ListWork> {
     let mut outputs = Vec::new();
-    for ((shape, dtype), owners) in layout.tensors().iter().zip(layout.owners()) {
+    for ((shape, dtype), owners) in layout.tensors().iter().zip(layout.by_tensor()) {
         let parts = owners.iter().map(|run| contributions[run.rank].tensors[run.index].clone());
         outputs.push(concat_output(Concatenation {
             dtype: *dtype,

@@ -1,4 +1,4 @@
-//! The engine of one process: replicas are threads and exchange tensors through memory.
+//! The engine of a mesh in one process: replicas are threads, and exchange tensors through memory.
 
 mod exchange;
 mod lists;
@@ -30,8 +30,8 @@ use crate::{
     reduce::{self, Reduction},
 };
 
-/// The largest result that every member computes alone: for smaller results, a second wait would
-/// cost more than the work.
+/// The size, in bytes, up to which every member computes the complete result. For results of this
+/// size, a second wait would cost more than the computation.
 const SMALL_BYTES: usize = 16 << 10;
 
 /// The slots of a mesh as threads of this process.
@@ -91,14 +91,14 @@ struct ThreadEngine {
 }
 
 impl ThreadEngine {
-    /// Returns the simulated arrival time of a collective that starts now, if a network is
-    /// simulated.
-    fn arrival(&self, work: &ListRequest) -> Option<Instant> {
+    /// Reserves the simulated link for a collective that starts now, and returns its arrival time;
+    /// `None` if no network is simulated.
+    fn reserve_link(&self, work: &ListRequest) -> Option<Instant> {
         self.links.as_ref().map(|links| links[self.slot].reserve(work))
     }
 }
 
-/// A started collective of lists.
+/// A started collective on lists.
 #[derive(Debug)]
 struct StartedCollective {
     rendezvous: Arc<Rendezvous>,
@@ -112,7 +112,7 @@ impl PendingCollective for StartedCollective {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
         let Self { rendezvous, ctx, exchange, op, arrival } = *self;
         rendezvous.wait_for_members(&ctx, &exchange)?;
-        let results = op.results(&rendezvous, &ctx, &exchange);
+        let results = op.compute_results(&rendezvous, &ctx, &exchange);
         arrival.into_iter().for_each(sleep_until);
         results
     }
@@ -152,7 +152,7 @@ impl Engine for ThreadEngine {
     }
 
     fn receive(&self, ctx: &GroupContext, message: &SendReceive<'_>) -> Result<Option<Tensor>> {
-        // Ranks that only receive copy nothing, and share one copy of the message.
+        // Only the sender copies its tensor; all receivers share this copy.
         let contribution = if message.is_sent {
             snapshot(message.x)?.into()
         } else {
@@ -164,20 +164,20 @@ impl Engine for ThreadEngine {
     }
 
     fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {
-        let arrival = self.arrival(&work);
+        let arrival = self.reserve_link(&work);
         let (op, contribution) = ListOp::new(work)?;
         let exchange = self.rendezvous.contribute_and_wait(
             ctx,
             contribution,
             Some(&|contributions| op.plan(contributions)),
         )?;
-        let results = op.results(&self.rendezvous, ctx, &exchange);
+        let results = op.compute_results(&self.rendezvous, ctx, &exchange);
         arrival.into_iter().for_each(sleep_until);
         results
     }
 
     fn start(&self, ctx: &GroupContext, work: ListRequest) -> Result<Box<dyn PendingCollective>> {
-        let arrival = self.arrival(&work);
+        let arrival = self.reserve_link(&work);
         let (op, contribution) = ListOp::new(work)?;
         let exchange = self
             .rendezvous
@@ -211,15 +211,15 @@ impl Engine for ThreadEngine {
     }
 }
 
-/// Plans the concatenation of all parts, unless they are small.
+/// Plans the concatenation of the members' tensors, unless all of them are small.
 fn plan_gather(contributions: &[MemberContribution]) -> Option<Result<ListWork>> {
     let parts = tensors_at(contributions, 0);
     let is_small = parts.iter().all(|part| n_bytes(part) <= SMALL_BYTES);
     (!is_small).then(|| concat_flat(parts))
 }
 
-/// Returns a copy on the processor, so that the owner can change the original while others still
-/// read.
+/// Returns a copy of a tensor on the processor, so that its owner can change the tensor while other
+/// members read the copy.
 fn snapshot(x: &Tensor) -> Result<Tensor> {
     if x.device().is_cpu() { contiguous_copy(x) } else { to_host(x) }
 }

@@ -1,19 +1,20 @@
-//! The rendezvous of one call's replicas: each waits until all of its group have arrived, or until
-//! the call has failed.
+//! The rendezvous of one call's replicas: each replica waits until all members of its group have
+//! arrived, or until the call has failed.
 //!
-//! A replica makes the collectives of a group in one order, and several of them may be pending: the
-//! n-th collective of each member is the same one, whether the member waits for it at once or
-//! later. All groups of a call fail together: a failure ends every wait.
+//! The members of a group make their collectives in the same order, so the n-th collective of each
+//! member is the same collective, whether the member waits for it at once or later. Several
+//! collectives of a group may be pending. All groups of a call fail together: a failure ends every
+//! wait.
 //!
 //! # Synchronization
 //!
 //! All shared state is in [`RendezvousState`], under one lock, which is held for a few instructions
 //! and never while waiting or taking another lock. A waiting replica does not take the lock: it
-//! reads `failed` and its [`GroupExchange`], and sleeps ([`sync::wait_until`]). Both are set with
-//! `Release` after the data that they announce, and read with `Acquire`. They are set while the
-//! lock is held, except for the results of shared work. A replica that has read `failed` takes the
-//! lock and finds the failure there. They are set before the waiting thread is unparked, so that a
-//! replica that is about to sleep sees either the change or the permit of `unpark`.
+//! reads `failed` and its [`GroupExchange`], and sleeps ([`sync::wait_until`]). `failed` and the
+//! exchange are set with `Release` after the data that they announce, and read with `Acquire`. A
+//! replica that has read `failed` takes the lock and finds the failure in the state. Both are set
+//! before the waiting thread is unparked, so that a replica that is about to sleep sees either the
+//! change or the permit of `unpark`.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
@@ -41,18 +42,19 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct Rendezvous {
     deadline: Option<Duration>,
-    /// Whether `failures` is not empty. This is an atomic outside of the lock, because every
-    /// waiting replica polls it many times before it sleeps.
+    /// Whether `failures` is not empty. This flag is outside of the lock, because every waiting
+    /// replica polls it many times before it sleeps.
     failed: AtomicBool,
     state: Mutex<RendezvousState>,
 }
 
 #[derive(Default)]
 struct RendezvousState {
-    /// The collectives that some members of a group have not reached yet.
+    /// The collectives that some members of their group have not reached yet.
     open: BTreeMap<CollectiveKey, OpenCollective>,
     /// The state of each slot's replica.
     replicas: Vec<ReplicaState>,
+    /// The errors that ended the call, each with the slot of its replica.
     failures: Vec<(usize, Error)>,
 }
 
@@ -60,20 +62,20 @@ struct RendezvousState {
 struct ReplicaState {
     /// The number of collectives that the replica has reached along each set of axes.
     counts: BTreeMap<AxisSet, u64>,
-    /// The collective that the replica waits for; set until its thread leaves with the result or an
-    /// error.
+    /// The collective that the replica waits for. It is set until the waiting thread leaves with
+    /// the result or an error.
     waits_for: Option<PendingWait>,
     /// The thread to wake.
     thread: Option<Thread>,
-    returned: bool,
-    /// Whether it saw a peer fail; its own error is then secondary.
-    aborted: bool,
+    has_returned: bool,
+    /// Whether the replica has been told that a peer failed; its own error is then secondary.
+    is_aborted: bool,
 }
 
 /// The collective that a replica waits for.
 struct PendingWait {
     call: Arc<CollectiveCall>,
-    /// The key of the collective in `open`, until all have arrived.
+    /// The key of the collective in `open`, until all members have arrived.
     key: CollectiveKey,
 }
 
@@ -83,7 +85,7 @@ struct OpenCollective {
     slots: Arc<[usize]>,
     /// The call and contribution of each member, by rank.
     arrivals: Vec<Option<MemberArrival>>,
-    missing: usize,
+    n_missing: usize,
     exchange: Arc<GroupExchange>,
 }
 
@@ -102,11 +104,12 @@ impl Rendezvous {
         }
     }
 
-    /// Contributes to a collective and waits for the other members of the group. The last member
-    /// plans the shared work.
+    /// Contributes to a collective and waits for the other members of the group. The last member to
+    /// arrive plans the shared work.
     ///
-    /// No member leaves before all have arrived. So once a member has left the next collective, all
-    /// others have finished this one, and its contribution to this one may change.
+    /// No member leaves a collective before all members have arrived. So once a member has left the
+    /// next collective, all other members have left this one, and the tensors that the member has
+    /// contributed to this one may change.
     ///
     /// # Errors
     ///
@@ -117,9 +120,11 @@ impl Rendezvous {
         contribution: MemberContribution,
         plan: Option<WorkPlanner<'_>>,
     ) -> candle_core::Result<Arc<GroupExchange>> {
-        let (exchange, is_last) = self.join(ctx, contribution, plan, true)?;
+        let waits = true;
+        let (exchange, is_last) = self.join(ctx, contribution, plan, waits)?;
         if !is_last {
-            // Call this even if the others have arrived by now: this replica is marked as waiting.
+            // Wait even if all members have arrived by now, because `wait` removes the mark of this
+            // replica as waiting.
             self.wait(ctx, &exchange, || exchange.is_complete())?;
         }
         Ok(exchange)
@@ -136,11 +141,14 @@ impl Rendezvous {
         contribution: MemberContribution,
         plan: WorkPlanner<'_>,
     ) -> candle_core::Result<Arc<GroupExchange>> {
-        Ok(self.join(ctx, contribution, Some(plan), false)?.0)
+        let waits = false;
+        let (exchange, _) = self.join(ctx, contribution, Some(plan), waits)?;
+        Ok(exchange)
     }
 
-    /// Adds the replica to its group, and completes the exchange if it is the last one missing; the
-    /// bool is true then. Otherwise, if `waits`, the replica is marked as waiting.
+    /// Adds the replica's contribution to its group's collective. If the replica is the last member
+    /// to arrive, completes the exchange and returns true with it. Otherwise, if `waits`, marks the
+    /// replica as waiting.
     fn join(
         &self,
         ctx: &GroupContext,
@@ -157,7 +165,7 @@ impl Rendezvous {
             return Ok((exchange, false));
         };
         if plan.is_some() {
-            // Plan without the lock, since this takes some microseconds.
+            // Release the lock, since planning takes some microseconds.
             drop(state);
             exchange.complete(contributions, plan);
             state = lock(&self.state);
@@ -168,7 +176,7 @@ impl Rendezvous {
         Ok((exchange, true))
     }
 
-    /// Waits until all members have reached a collective that this replica has started.
+    /// Waits until all members have reached a collective to which this replica has contributed.
     ///
     /// # Errors
     ///
@@ -178,13 +186,12 @@ impl Rendezvous {
         ctx: &GroupContext,
         exchange: &Arc<GroupExchange>,
     ) -> candle_core::Result<()> {
-        {
-            let state = &mut *lock(&self.state);
-            if exchange.is_complete() {
-                return Ok(());
-            }
-            self.mark_waiting_again(state, ctx, exchange)?;
+        let mut state = lock(&self.state);
+        if exchange.is_complete() {
+            return Ok(());
         }
+        self.mark_waiting_again(&mut state, ctx, exchange)?;
+        drop(state);
         self.wait(ctx, exchange, || exchange.is_complete())
     }
 
@@ -203,22 +210,21 @@ impl Rendezvous {
         if work.run_chunks(ctx.rank) {
             lock(&self.state).wake_others(ctx);
         }
-        // Other members may still compute their last chunks. Usually a short wait avoids the lock.
+        // Other members may still compute their last chunks. A short wait usually avoids the lock.
         if sync::yield_until(|| work.is_finished()) {
             return Ok(());
         }
-        {
-            let state = &mut *lock(&self.state);
-            if work.is_finished() {
-                return Ok(());
-            }
-            self.mark_waiting_again(state, ctx, exchange)?;
+        let mut state = lock(&self.state);
+        if work.is_finished() {
+            return Ok(());
         }
+        self.mark_waiting_again(&mut state, ctx, exchange)?;
+        drop(state);
         self.wait(ctx, exchange, || work.is_finished())
     }
 
-    /// Marks a replica as waiting for an earlier collective. Another of its threads may have begun
-    /// to wait since, and would never be woken if this thread replaced it.
+    /// Marks a replica as waiting for an earlier collective. Fails if another thread of the replica
+    /// waits: that thread would never be woken if this one replaced it.
     fn mark_waiting_again(
         &self,
         state: &mut RendezvousState,
@@ -234,8 +240,8 @@ impl Rendezvous {
         self.mark_waiting(state, ctx, exchange)
     }
 
-    /// Marks a replica as waiting, and checks for a deadlock: it may have been the last one
-    /// running.
+    /// Marks a replica as waiting, and checks for a deadlock, since it may have been the last
+    /// running replica.
     fn mark_waiting(
         &self,
         state: &mut RendezvousState,
@@ -249,7 +255,8 @@ impl Rendezvous {
         self.check_progress(state, ctx.slot())
     }
 
-    /// Waits until `ready`, for a replica that is marked as waiting.
+    /// Waits until `ready` returns true, for a replica that is marked as waiting. Then removes the
+    /// mark.
     fn wait(
         &self,
         ctx: &GroupContext,
@@ -266,19 +273,20 @@ impl Rendezvous {
         if ready() {
             return Ok(());
         }
-        match self.deadline {
-            Some(limit) if !in_time && state.failures.is_empty() => {
-                let call = Arc::clone(&ctx.call);
-                let missing = state.missing(exchange);
-                let late = CollectiveError::Deadline { slot, missing, call, limit };
-                self.record_failure(&mut state, slot, late.into());
-            }
-            _ => {}
+        if let Some(limit) = self.deadline
+            && !in_time
+            && state.failures.is_empty()
+        {
+            let call = Arc::clone(&ctx.call);
+            let missing = state.missing_members(exchange);
+            let late = CollectiveError::Deadline { slot, missing, call, limit };
+            self.record_failure(&mut state, slot, late.into());
         }
         Err(state.aborted_error(slot))
     }
 
-    /// Adds the replica to its group. Returns all contributions if it is the last one missing.
+    /// Adds the replica's contribution to its group's collective. Returns the exchange, and all
+    /// contributions if the replica is the last member to arrive.
     fn arrive(
         &self,
         state: &mut RendezvousState,
@@ -286,7 +294,8 @@ impl Rendezvous {
         contribution: MemberContribution,
     ) -> candle_core::Result<(Arc<GroupExchange>, Option<Vec<MemberContribution>>)> {
         let slot = ctx.slot();
-        // The lock is held, so no failure can occur between this check and the arrival.
+        // The caller holds the lock, so no failure can be recorded between this check and the
+        // arrival.
         if self.failed.load(Ordering::Acquire) {
             return Err(state.aborted_error(slot));
         }
@@ -299,7 +308,7 @@ impl Rendezvous {
             Entry::Vacant(vacant) => vacant.insert_entry(OpenCollective::new(ctx, key)),
         };
         open.get_mut().add(ctx, contribution);
-        if open.get().missing > 0 {
+        if open.get().n_missing > 0 {
             return Ok((Arc::clone(&open.get().exchange), None));
         }
         let (exchange, contributions) = open.remove().close();
@@ -308,27 +317,27 @@ impl Rendezvous {
 
     /// Records that a replica has returned, and fails the call if another replica waits for it.
     pub(super) fn finish(&self, slot: usize) {
-        let state = &mut *lock(&self.state);
-        state.replicas[slot].returned = true;
+        let mut state = lock(&self.state);
+        state.replicas[slot].has_returned = true;
         if !state.failures.is_empty() {
             // The waiting replicas already see the earlier failure.
             return;
         }
         if let Some((waiting, call)) = state.open.values().find_map(|open| open.waiting_for(slot)) {
             let error = CollectiveError::PeerReturned { slot, waiting, call };
-            self.record_failure(state, slot, error.into());
+            self.record_failure(&mut state, slot, error.into());
         } else {
             // This replica has returned, so it cannot get the error; the failure wakes the others.
-            drop(self.check_progress(state, slot));
+            drop(self.check_progress(&mut state, slot));
         }
     }
 
-    /// Fails the call for all replicas because of an error of this one, unless the error follows
-    /// from another replica's.
+    /// Fails the call for all replicas because of an error of the replica in `slot`, unless another
+    /// replica's failure caused this error.
     pub(super) fn fail(&self, slot: usize, error: Error) {
-        let state = &mut *lock(&self.state);
-        if !state.replicas[slot].aborted {
-            self.record_failure(state, slot, error);
+        let mut state = lock(&self.state);
+        if !state.replicas[slot].is_aborted {
+            self.record_failure(&mut state, slot, error);
         }
     }
 
@@ -340,13 +349,13 @@ impl Rendezvous {
             .any(|(_, error)| matches!(error, Error::Collective(CollectiveError::Deadline { .. })))
     }
 
-    /// Takes the error that ended the call, if any. Of several errors it returns the lowest slot's.
+    /// Takes the errors that ended the call, and returns the error of the lowest slot, if any.
     pub(super) fn take_failure(&self) -> Option<Error> {
         let failures = mem::take(&mut lock(&self.state).failures);
         failures.into_iter().min_by_key(|(slot, _)| *slot).map(|(_, error)| error)
     }
 
-    /// Fails if every running replica waits in an incomplete group.
+    /// Fails the call if no replica can continue.
     fn check_progress(&self, state: &mut RendezvousState, slot: usize) -> candle_core::Result<()> {
         match state.deadlock() {
             None => Ok(()),
@@ -354,7 +363,8 @@ impl Rendezvous {
         }
     }
 
-    /// Fails the call for all, and returns the error for the replica that detected it.
+    /// Fails the call for all replicas. Returns the error for the replica that detected the
+    /// failure.
     fn reject(
         &self,
         state: &mut RendezvousState,
@@ -367,15 +377,15 @@ impl Rendezvous {
 
     fn record_failure(&self, state: &mut RendezvousState, slot: usize, error: Error) {
         state.failures.push((slot, error));
-        // Store after recording the failure and before waking the threads; pairs with the load in
-        // `wait`.
+        // Set the flag after recording the failure and before waking the threads. The store pairs
+        // with the load in `wait`.
         self.failed.store(true, Ordering::Release);
         state.replicas.iter().for_each(ReplicaState::wake);
     }
 }
 
 impl RendezvousState {
-    /// Returns the key of the next collective of a replica in a group.
+    /// Counts a new collective of a replica in a group, and returns its key.
     fn next_key(&mut self, ctx: &GroupContext) -> CollectiveKey {
         let (set, group) = ctx.key();
         let count = self.replicas[ctx.slot()].counts.entry(set).or_default();
@@ -390,21 +400,22 @@ impl RendezvousState {
         if let Some(error) = self.busy_error(ctx) {
             return Some(error);
         }
-        if self.replicas[slot].returned {
+        if self.replicas[slot].has_returned {
             return Some(CollectiveError::Ended { slot, call: call() });
         }
-        if let Some(&peer) = ctx.members().iter().find(|&&slot| self.replicas[slot].returned) {
+        if let Some(&peer) = ctx.members().iter().find(|&&slot| self.replicas[slot].has_returned) {
             return Some(CollectiveError::PeerReturned { slot: peer, waiting: slot, call: call() });
         }
-        let first = self.open.get(&key)?.first_arrival()?;
-        (!first.1.agrees_with(&ctx.call)).then(|| mismatch(first, ctx))
+        let (first_slot, first_call) = self.open.get(&key)?.first_arrival()?;
+        let agrees = first_call.agrees_with(&ctx.call);
+        (!agrees).then(|| mismatch((first_slot, first_call), ctx))
     }
 
-    /// Rejects a second thread of a replica while the first one waits.
+    /// Returns an error if another thread of the replica waits in a collective.
     fn busy_error(&self, ctx: &GroupContext) -> Option<CollectiveError> {
         let slot = ctx.slot();
-        let waiting = self.replicas[slot].waits_for.as_ref()?;
-        Some(mismatch((slot, &waiting.call), ctx))
+        let wait = self.replicas[slot].waits_for.as_ref()?;
+        Some(mismatch((slot, &wait.call), ctx))
     }
 
     /// Returns the deadlock, if there is one.
@@ -421,17 +432,18 @@ impl RendezvousState {
         (!waiting.is_empty()).then_some(CollectiveError::Deadlock { waiting })
     }
 
-    /// Returns true if a replica cannot continue before others arrive. A replica in a complete
-    /// collective can: it is about to leave, or waits for members that compute.
+    /// Returns true if a replica has returned, or cannot continue before other replicas arrive. A
+    /// replica that waits in a complete collective can continue: it is about to leave, or waits for
+    /// members that compute.
     fn is_stuck(&self, replica: &ReplicaState) -> bool {
         let waits_for = replica.waits_for.as_ref();
-        replica.returned || waits_for.is_some_and(|wait| self.open.contains_key(&wait.key))
+        replica.has_returned || waits_for.is_some_and(|wait| self.open.contains_key(&wait.key))
     }
 
     /// Returns the members that have not reached a collective.
-    fn missing(&self, exchange: &GroupExchange) -> Vec<usize> {
+    fn missing_members(&self, exchange: &GroupExchange) -> Vec<usize> {
         let open = self.open.get(&exchange.key());
-        open.into_iter().flat_map(OpenCollective::absent).collect()
+        open.into_iter().flat_map(OpenCollective::absent_slots).collect()
     }
 
     /// Wakes the waiting members of a group, except this one.
@@ -441,15 +453,15 @@ impl RendezvousState {
         }
     }
 
-    /// Returns the error of a replica whose call has failed.
+    /// Marks a replica as aborted, and returns its error for a call that has failed.
     fn aborted_error(&mut self, slot: usize) -> candle_core::Error {
-        self.replicas[slot].aborted = true;
+        self.replicas[slot].is_aborted = true;
         match self.failures.first() {
-            Some((slot, error)) => candle_core::Error::wrap(CollectiveError::Aborted {
-                slot: *slot,
+            Some((failed_slot, error)) => candle_core::Error::wrap(CollectiveError::Aborted {
+                slot: *failed_slot,
                 cause: error.to_string(),
             }),
-            // The failure was taken already: this thread outlived its replica.
+            // The failure was taken at the end of the call, and this thread outlived its replica.
             None => candle_core::Error::msg("the call has ended"),
         }
     }
@@ -474,8 +486,8 @@ impl fmt::Debug for RendezvousState {
 }
 
 impl ReplicaState {
-    /// Wakes the replica if it has ever waited. If it is awake, the permit only makes its next
-    /// sleep return early.
+    /// Wakes the replica, if it has ever waited. If the replica is awake, its next sleep returns
+    /// early.
     fn wake(&self) {
         if let Some(thread) = &self.thread {
             thread.unpark();
@@ -488,36 +500,40 @@ impl OpenCollective {
         Self {
             slots: Arc::clone(ctx.members()),
             arrivals: (0..ctx.size()).map(|_| None).collect(),
-            missing: ctx.size(),
+            n_missing: ctx.size(),
             exchange: Arc::new(GroupExchange::new(key)),
         }
     }
 
     fn add(&mut self, ctx: &GroupContext, contribution: MemberContribution) {
         self.arrivals[ctx.rank] = Some(MemberArrival { call: Arc::clone(&ctx.call), contribution });
-        self.missing -= 1;
+        self.n_missing -= 1;
     }
 
-    /// Returns the arrived member of the lowest rank, and its call.
+    /// Returns the member of the lowest rank among those that have arrived, and its call.
     fn first_arrival(&self) -> Option<(usize, &Arc<CollectiveCall>)> {
         let mut members = self.slots.iter().zip(&self.arrivals);
         members.find_map(|(slot, arrival)| Some((*slot, &arrival.as_ref()?.call)))
     }
 
-    /// Returns the member that waits for the absent member `slot`, and its call.
+    /// Returns the first member that waits for `slot`, and its call, if `slot` is a member that has
+    /// not arrived.
     fn waiting_for(&self, slot: usize) -> Option<(usize, Arc<CollectiveCall>)> {
-        let (waiting, call) =
-            self.first_arrival().filter(|_| self.absent().any(|absent| absent == slot))?;
+        if !self.absent_slots().any(|absent| absent == slot) {
+            return None;
+        }
+        let (waiting, call) = self.first_arrival()?;
         Some((waiting, Arc::clone(call)))
     }
 
     /// Returns the slots of the members that have not arrived.
-    fn absent(&self) -> impl Iterator<Item = usize> {
+    fn absent_slots(&self) -> impl Iterator<Item = usize> {
         let members = self.slots.iter().zip(&self.arrivals);
         members.filter(|(_, arrival)| arrival.is_none()).map(|(slot, _)| *slot)
     }
 
-    #[expect(clippy::expect_used, reason = "each arrival lowers `missing`, which is 0 here")]
+    /// Returns the exchange, and the contributions by rank, after all members have arrived.
+    #[expect(clippy::expect_used, reason = "each arrival lowers `n_missing`, which is 0 by now")]
     fn close(self) -> (Arc<GroupExchange>, Vec<MemberContribution>) {
         let arrivals = self.arrivals.into_iter();
         let contributions =

@@ -26,7 +26,7 @@ impl SimulatedLink {
         Self { bytes_per_second, free_at: Mutex::new(Instant::now()) }
     }
 
-    /// Reserves the link for a collective, and returns the time at which it arrives.
+    /// Reserves the link for a collective, and returns the time at which the collective arrives.
     pub(super) fn reserve(&self, work: &ListRequest) -> Instant {
         self.reserve_bytes(transferred_bytes(work), Instant::now())
     }
@@ -44,8 +44,8 @@ pub(super) fn sleep_until(arrival: Instant) {
     thread::sleep(arrival.saturating_duration_since(Instant::now()));
 }
 
-/// Returns the bytes that one member receives of a gather, or sends of a reduction. Its own part is
-/// not subtracted.
+/// Returns the number of bytes that one member receives in a gather or sends in a reduction. The
+/// member's own part is included.
 fn transferred_bytes(work: &ListRequest) -> usize {
     match work {
         ListRequest::Gather { layout, .. } => layout_bytes(layout),

@@ -1,4 +1,4 @@
-//! The round that gathers tensors from the runs of all ranks.
+//! The round that assembles tensors from the runs of all ranks.
 
 use std::{iter, ops::Range, sync::Arc};
 
@@ -14,67 +14,70 @@ use crate::{
     },
 };
 
-/// The single round in which every rank sends its runs to all others.
+/// A round in which every rank sends its runs to all other ranks.
 pub(in super::super) struct GatherRound {
     /// This rank's runs.
     own: Vec<Tensor>,
     own_rank: usize,
-    by_rank: Arc<[Vec<Run>]>,
+    runs_by_rank: Arc<[Vec<Run>]>,
+    /// The shape, dtype and device of each result.
     tensors: Vec<(Shape, DType, Device)>,
-    /// The results; received runs are written here directly.
+    /// The items of each result; received runs are written here directly.
     results: Vec<Box<dyn ReceiveBuffer>>,
+    /// Whether each result is a leaf of candle's graph.
     are_leaves: bool,
 }
 
 impl GatherRound {
-    /// Gathers the tensors of a layout, each as a leaf on `device`; `own` are this rank's runs.
+    /// Prepares to gather the tensors of a layout, each as a leaf on `device`; `own` are this
+    /// rank's runs.
     pub(in super::super) fn for_layout(
         own: &[Tensor],
         own_rank: usize,
         layout: &RunLayout,
         device: &Device,
     ) -> Result<Self> {
-        let by_rank = Arc::clone(layout.by_rank());
-        // Runs beyond the layout's list are not sent.
-        let own = own[..by_rank[own_rank].len()].iter().map(to_host).collect::<Result<_>>()?;
+        let runs_by_rank = Arc::clone(layout.by_rank());
+        // Tensors of `own` after the runs of the layout are not sent.
+        let own = own[..runs_by_rank[own_rank].len()].iter().map(to_host).collect::<Result<_>>()?;
         let tensors = layout
             .tensors()
             .iter()
             .map(|(shape, dtype)| (shape.clone(), *dtype, device.clone()))
             .collect();
-        Self::new(own, own_rank, by_rank, tensors, true)
+        Ok(Self { are_leaves: true, ..Self::new(own, own_rank, runs_by_rank, tensors)? })
     }
 
+    /// Prepares to gather tensors without a graph; `own` are this rank's runs.
     pub(super) fn new(
         own: Vec<Tensor>,
         own_rank: usize,
-        by_rank: Arc<[Vec<Run>]>,
+        runs_by_rank: Arc<[Vec<Run>]>,
         tensors: Vec<(Shape, DType, Device)>,
-        are_leaves: bool,
     ) -> Result<Self> {
         let results = tensors
             .iter()
             .map(|(shape, dtype, _)| buffer(*dtype, shape.elem_count()))
             .collect::<Result<_>>()?;
-        Ok(Self { own, own_rank, by_rank, tensors, results, are_leaves })
+        Ok(Self { own, own_rank, runs_by_rank, tensors, results, are_leaves: false })
     }
 
-    /// Returns the bytes of each run of a rank in its tensor.
-    fn runs(&self, rank: usize) -> impl Iterator<Item = Range<usize>> {
-        byte_ranges(&self.by_rank[rank], |tensor| self.tensors[tensor].1)
+    /// Returns the range of bytes that each run of a rank has in its tensor.
+    fn run_bytes(&self, rank: usize) -> impl Iterator<Item = Range<usize>> {
+        byte_ranges(&self.runs_by_rank[rank], |tensor_index| self.tensors[tensor_index].1)
     }
 
     /// Returns the number of words that a rank sends.
     fn n_words(&self, rank: usize) -> usize {
-        n_words(self.runs(rank).map(|run| run.len()))
+        n_words(self.run_bytes(rank).map(|bytes| bytes.len()))
     }
 
     /// Copies received words to the results.
     fn write_chunk(&mut self, ReceivedChunk { from, range, words }: &ReceivedChunk<'_>) {
-        let runs: Vec<Range<usize>> = self.runs(*from).collect();
-        for ByteSpan { index, in_run, in_chunk } in parts(runs.iter().map(Range::len), range) {
-            let start = runs[index].start;
-            let result = self.results[self.by_rank[*from][index].tensor].bytes_mut();
+        let runs: Vec<Range<usize>> = self.run_bytes(*from).collect();
+        for ByteSpan { run_index, in_run, in_chunk } in parts(runs.iter().map(Range::len), range) {
+            let start = runs[run_index].start;
+            let result = self.results[self.runs_by_rank[*from][run_index].tensor].bytes_mut();
             result[start + in_run.start..start + in_run.end]
                 .copy_from_slice(&cast_slice(words)[in_chunk]);
         }
@@ -82,9 +85,10 @@ impl GatherRound {
 
     /// Copies this rank's runs to the results.
     fn write_own(&mut self) -> Result<()> {
-        let runs: Vec<Range<usize>> = self.runs(self.own_rank).collect();
-        for ((run, x), bytes) in iter::zip(&self.by_rank[self.own_rank], &self.own).zip(runs) {
-            let into = &mut self.results[run.tensor].bytes_mut()[bytes];
+        let runs: Vec<Range<usize>> = self.run_bytes(self.own_rank).collect();
+        let own_runs = iter::zip(&self.runs_by_rank[self.own_rank], &self.own);
+        for ((run, x), run_bytes) in own_runs.zip(runs) {
+            let into = &mut self.results[run.tensor].bytes_mut()[run_bytes];
             with_bytes(x, |bytes| {
                 into.copy_from_slice(bytes);
                 Ok(())
@@ -104,8 +108,8 @@ impl MpiRound for GatherRound {
     }
 
     fn pack(&self, _: usize, words: Range<usize>, into: &mut [u64]) -> Result<()> {
-        let n_bytes = self.runs(self.own_rank).map(|run| run.len());
-        pack(parts(n_bytes, &words), |index| (&self.own[index], 0), into)
+        let run_sizes = self.run_bytes(self.own_rank).map(|bytes| bytes.len());
+        pack(parts(run_sizes, &words), |run_index| (&self.own[run_index], 0), into)
     }
 
     fn consume(&mut self, chunks: &[ReceivedChunk<'_>]) -> Result<()> {

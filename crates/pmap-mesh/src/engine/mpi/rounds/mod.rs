@@ -1,4 +1,5 @@
-//! Rounds of messages: the data to send to each rank, and the use of received data, chunk by chunk.
+//! Rounds of messages. A round packs the data for each rank and consumes received data, chunk by
+//! chunk.
 
 mod gather;
 mod reduce;
@@ -12,29 +13,29 @@ pub(super) use self::{gather::GatherRound, reduce::ReduceRound};
 use super::bytes::with_part;
 use crate::engine::layout::Run;
 
-/// One round of messages, in which each rank sends words to each other rank. The words contain the
+/// One round of messages, in which each rank sends words to every other rank. The words contain the
 /// items of runs. Each run begins at a word, so that items of any type are aligned.
 ///
-/// Invalid arguments are rejected when a round is created: an error of a method is a bug in this
-/// crate.
+/// Constructors reject invalid arguments, so an error of a method is a bug in this crate.
 pub(super) trait MpiRound: Send {
-    /// Returns the number of words that this rank sends to another one.
+    /// Returns the number of words that this rank sends to rank `to`.
     fn n_outgoing(&self, to: usize) -> usize;
 
-    /// Returns the number of words that another rank sends to this one.
+    /// Returns the number of words that this rank receives from rank `from`.
     fn n_incoming(&self, from: usize) -> usize;
 
-    /// Copies words for a rank into `into`.
+    /// Copies a range of the words for rank `to` into `into`.
     fn pack(&self, to: usize, words: Range<usize>, into: &mut [u64]) -> Result<()>;
 
-    /// Consumes the next chunk of each rank that has more words for this one, in the order of ranks.
+    /// Consumes the next chunk from each rank that has more words for this one. `chunks` are in the
+    /// order of ranks.
     fn consume(&mut self, chunks: &[ReceivedChunk<'_>]) -> Result<()>;
 
-    /// Returns the next round or the results, after everything has been consumed.
+    /// Returns the next round or the results, after all words have been consumed.
     fn finish(self: Box<Self>) -> Result<RoundOutcome>;
 }
 
-/// Words received from a rank.
+/// A chunk of the words received from a rank.
 pub(super) struct ReceivedChunk<'a> {
     pub(super) from: usize,
     /// The range of these words among all words that the rank sends.
@@ -42,65 +43,65 @@ pub(super) struct ReceivedChunk<'a> {
     pub(super) words: &'a [u64],
 }
 
-/// The successor of a round.
+/// The outcome of a finished round: another round, or the results.
 pub(super) enum RoundOutcome {
     Round(Box<dyn MpiRound>),
     Results(Vec<Tensor>),
 }
 
-/// The part of a run in a chunk.
+/// The part of a run that is in a chunk.
 #[derive(Debug, PartialEq, Eq)]
 struct ByteSpan {
-    /// The index of the run.
-    index: usize,
+    /// The index of the run among the runs of its rank.
+    run_index: usize,
     /// The part's bytes within the run.
     in_run: Range<usize>,
     /// The part's bytes within the chunk.
     in_chunk: Range<usize>,
 }
 
-/// Returns the parts of runs in a range of words, given the bytes of each run.
-fn parts(n_bytes: impl Iterator<Item = usize>, words: &Range<usize>) -> Vec<ByteSpan> {
+/// Returns the parts of runs that are in a range of words, given the number of bytes of each run.
+fn parts(run_sizes: impl Iterator<Item = usize>, words: &Range<usize>) -> Vec<ByteSpan> {
     let chunk = words.start * size_of::<u64>()..words.end * size_of::<u64>();
     let mut run_start = 0;
     let mut parts = Vec::new();
-    for (index, n_bytes) in n_bytes.enumerate() {
+    for (run_index, n_bytes) in run_sizes.enumerate() {
         let start = chunk.start.max(run_start);
         let end = chunk.end.min(run_start + n_bytes);
         if start < end {
             let in_run = start - run_start..end - run_start;
             let in_chunk = start - chunk.start..end - chunk.start;
-            parts.push(ByteSpan { index, in_run, in_chunk });
+            parts.push(ByteSpan { run_index, in_run, in_chunk });
         }
         run_start += n_bytes.next_multiple_of(size_of::<u64>());
     }
     parts
 }
 
-/// Returns the number of words of runs, given the bytes of each run.
-fn n_words(n_bytes: impl Iterator<Item = usize>) -> usize {
-    n_bytes.map(|n_bytes| n_bytes.div_ceil(size_of::<u64>())).sum()
+/// Returns the number of words of some runs, given the number of bytes of each run.
+fn n_words(run_sizes: impl Iterator<Item = usize>) -> usize {
+    run_sizes.map(|n_bytes| n_bytes.div_ceil(size_of::<u64>())).sum()
 }
 
-/// Copies parts of runs into a chunk. `run` returns the tensor of a run, and the run's first byte
-/// in it.
+/// Copies parts of runs into a chunk. `find_run` returns the tensor of a run, and the offset of the
+/// run's first byte in this tensor.
 fn pack<'a>(
     parts: Vec<ByteSpan>,
-    run: impl Fn(usize) -> (&'a Tensor, usize),
+    find_run: impl Fn(usize) -> (&'a Tensor, usize),
     into: &mut [u64],
 ) -> Result<()> {
-    let into: &mut [u8] = cast_slice_mut(into);
-    for ByteSpan { index, in_run, in_chunk } in parts {
-        let (x, start) = run(index);
+    let chunk: &mut [u8] = cast_slice_mut(into);
+    for ByteSpan { run_index, in_run, in_chunk } in parts {
+        let (x, start) = find_run(run_index);
         with_part(x, start + in_run.start..start + in_run.end, |bytes| {
-            into[in_chunk].copy_from_slice(bytes);
+            chunk[in_chunk].copy_from_slice(bytes);
             Ok(())
         })?;
     }
     Ok(())
 }
 
-/// Returns the bytes of each run in its tensor.
+/// Returns the range of bytes that each run has in its tensor.
 fn byte_ranges<'a>(
     runs: &'a [Run],
     dtype_of: impl Fn(usize) -> DType + 'a,
@@ -161,9 +162,9 @@ mod tests {
 
     #[test]
     fn runs_begin_at_words() {
-        let part = |index, in_run: Range<usize>, start: usize| {
+        let part = |run_index, in_run: Range<usize>, start: usize| {
             let in_chunk = start..start + in_run.len();
-            ByteSpan { index, in_run, in_chunk }
+            ByteSpan { run_index, in_run, in_chunk }
         };
         let runs = [3, 0, 20, 8];
         assert_eq!(n_words(runs.into_iter()), 5);

@@ -1,4 +1,4 @@
-//! The round that reduces runs of a list, each for the ranks that want it.
+//! The round in which each rank reduces the runs that it wants of a list of tensors.
 
 use std::{ops::Range, sync::Arc};
 
@@ -17,80 +17,79 @@ use crate::{
     reduce::{self, Reduction, parts::balanced},
 };
 
-/// A round in which every rank sends each other rank its values of the runs that the receiver
-/// reduces.
+/// A round in which each rank receives the other ranks' items for its own runs, and reduces these
+/// items.
 pub(in super::super) struct ReduceRound {
     list: Vec<Tensor>,
     devices: Vec<Device>,
     own_rank: usize,
-    by_rank: Arc<[Vec<Run>]>,
+    /// The runs that each rank reduces.
+    runs_by_rank: Arc<[Vec<Run>]>,
     reduction: Reduction,
     /// The reductions of this rank's runs so far.
     sums: Vec<Box<dyn ReceiveBuffer>>,
-    /// Whether a second round gathers the reductions on all ranks.
+    /// Whether a second round gathers the reductions of all ranks on every rank.
     for_all: bool,
 }
 
 impl ReduceRound {
-    /// Prepares the single round of a reduction in which each rank gets its runs.
+    /// Prepares the only round of a reduction in which each rank gets the reductions of its runs.
     pub(in super::super) fn for_runs(
         list: &[Tensor],
         own_rank: usize,
-        by_rank: Arc<[Vec<Run>]>,
+        runs_by_rank: Arc<[Vec<Run>]>,
         reduction: Reduction,
     ) -> Result<Self> {
-        Self::new(list, own_rank, by_rank, reduction, false)
+        if let Some(x) = list.iter().find(|x| !reduce::has_kernel(x.dtype())) {
+            bail!("tensors of type {} cannot be reduced", x.dtype().as_str());
+        }
+        let sums = runs_by_rank[own_rank]
+            .iter()
+            .map(|Run { tensor, items }| buffer(list[*tensor].dtype(), items.len()))
+            .collect::<Result<_>>()?;
+        let devices = list.iter().map(|x| x.device().clone()).collect();
+        let list = list.iter().map(to_host).collect::<Result<_>>()?;
+        Ok(Self { list, devices, own_rank, runs_by_rank, reduction, sums, for_all: false })
     }
 
-    /// Prepares the first of two rounds of a reduction for all ranks: each rank reduces a part.
+    /// Prepares the first of two rounds of a reduction in which all ranks get the reductions of the
+    /// complete list. Each rank reduces an equal part of each tensor.
     pub(in super::super) fn for_all(
         list: &[Tensor],
         own_rank: usize,
         n_ranks: usize,
         reduction: Reduction,
     ) -> Result<Self> {
-        let by_rank = (0..n_ranks).map(|rank| {
+        let runs_by_rank = (0..n_ranks).map(|rank| {
             let items = list.iter().map(|x| balanced(x.elem_count(), rank, n_ranks)).enumerate();
             items.map(|(tensor, items)| Run { tensor, items }).collect()
         });
-        Self::new(list, own_rank, by_rank.collect(), reduction, true)
+        let round = Self::for_runs(list, own_rank, runs_by_rank.collect(), reduction)?;
+        Ok(Self { for_all: true, ..round })
     }
 
-    fn new(
-        list: &[Tensor],
-        own_rank: usize,
-        by_rank: Arc<[Vec<Run>]>,
-        reduction: Reduction,
-        for_all: bool,
-    ) -> Result<Self> {
-        if let Some(x) = list.iter().find(|x| !reduce::has_kernel(x.dtype())) {
-            bail!("tensors of type {} cannot be reduced", x.dtype().as_str());
-        }
-        let sums = by_rank[own_rank]
-            .iter()
-            .map(|Run { tensor, items }| buffer(list[*tensor].dtype(), items.len()))
-            .collect::<Result<_>>()?;
-        let devices = list.iter().map(|x| x.device().clone()).collect();
-        let list = list.iter().map(to_host).collect::<Result<_>>()?;
-        Ok(Self { list, devices, own_rank, by_rank, reduction, sums, for_all })
+    /// Returns the range of bytes that each run of a rank has in its tensor.
+    fn run_bytes(&self, rank: usize) -> impl Iterator<Item = Range<usize>> {
+        byte_ranges(&self.runs_by_rank[rank], |tensor_index| self.list[tensor_index].dtype())
     }
 
-    /// Returns the bytes of each run of a rank in its tensor.
-    fn runs(&self, rank: usize) -> impl Iterator<Item = Range<usize>> {
-        byte_ranges(&self.by_rank[rank], |tensor| self.list[tensor].dtype())
+    /// Returns the tensor that contains a run of a rank.
+    fn run_tensor(&self, rank: usize, run_index: usize) -> &Tensor {
+        &self.list[self.runs_by_rank[rank][run_index].tensor]
     }
 
-    /// Reduces a part of one of this rank's runs with the received parts in `chunks`.
+    /// Reduces the part of one of this rank's runs that is in `chunks`. The run begins at byte
+    /// `run_start` of its tensor.
     fn reduce(
         &mut self,
         part: &ByteSpan,
         run_start: usize,
         chunks: &[ReceivedChunk<'_>],
     ) -> Result<()> {
-        let ByteSpan { index, in_run, in_chunk } = part;
-        let x = &self.list[self.by_rank[self.own_rank][*index].tensor];
-        let sum = &mut self.sums[*index].bytes_mut()[in_run.clone()];
-        with_part(x, run_start + in_run.start..run_start + in_run.end, |own| {
+        let ByteSpan { run_index, in_run, in_chunk } = part;
+        let x = self.run_tensor(self.own_rank, *run_index).clone();
+        let sum = &mut self.sums[*run_index].bytes_mut()[in_run.clone()];
+        with_part(&x, run_start + in_run.start..run_start + in_run.end, |own| {
             let mut summands: Vec<&[u8]> =
                 chunks.iter().map(|chunk| &cast_slice(chunk.words)[in_chunk.clone()]).collect();
             summands.insert(self.own_rank, own);
@@ -98,20 +97,20 @@ impl ReduceRound {
         })
     }
 
-    /// Prepares the second round, which gathers all reductions.
+    /// Returns the second round, which gathers the reductions of all ranks; `own` are this rank's.
     fn into_gather_round(self, own: Vec<Tensor>) -> Result<RoundOutcome> {
         let mut tensors = Vec::with_capacity(self.list.len());
         for (x, device) in self.list.iter().zip(self.devices) {
             tensors.push((x.shape().clone(), x.dtype(), device));
         }
-        let round = GatherRound::new(own, self.own_rank, self.by_rank, tensors, false)?;
+        let round = GatherRound::new(own, self.own_rank, self.runs_by_rank, tensors)?;
         Ok(RoundOutcome::Round(Box::new(round)))
     }
 }
 
 impl MpiRound for ReduceRound {
     fn n_outgoing(&self, to: usize) -> usize {
-        n_words(self.runs(to).map(|run| run.len()))
+        n_words(self.run_bytes(to).map(|bytes| bytes.len()))
     }
 
     fn n_incoming(&self, _: usize) -> usize {
@@ -119,24 +118,24 @@ impl MpiRound for ReduceRound {
     }
 
     fn pack(&self, to: usize, words: Range<usize>, into: &mut [u64]) -> Result<()> {
-        let runs: Vec<Range<usize>> = self.runs(to).collect();
+        let runs: Vec<Range<usize>> = self.run_bytes(to).collect();
         pack(
             parts(runs.iter().map(Range::len), &words),
-            |index: usize| (&self.list[self.by_rank[to][index].tensor], runs[index].start),
+            |run_index: usize| (self.run_tensor(to, run_index), runs[run_index].start),
             into,
         )
     }
 
     fn consume(&mut self, chunks: &[ReceivedChunk<'_>]) -> Result<()> {
-        let runs: Vec<Range<usize>> = self.runs(self.own_rank).collect();
+        let runs: Vec<Range<usize>> = self.run_bytes(self.own_rank).collect();
         // All ranks send this rank the same number of words, so their chunks are of one size.
         let parts = parts(runs.iter().map(Range::len), &chunks[0].range);
-        parts.iter().try_for_each(|part| self.reduce(part, runs[part.index].start, chunks))
+        parts.iter().try_for_each(|part| self.reduce(part, runs[part.run_index].start, chunks))
     }
 
     fn finish(mut self: Box<Self>) -> Result<RoundOutcome> {
-        let by_rank = Arc::clone(&self.by_rank);
-        let runs = &by_rank[self.own_rank];
+        let runs_by_rank = Arc::clone(&self.runs_by_rank);
+        let runs = &runs_by_rank[self.own_rank];
         let mut sums = Vec::with_capacity(runs.len());
         for (sum, run) in std::mem::take(&mut self.sums).into_iter().zip(runs) {
             sums.push(sum.tensor(&[run.items.len()])?);
