@@ -176,7 +176,10 @@ impl Folder {
 /// # Errors
 ///
 /// [`FolderError::ChangedFile`], or [`FolderError::Weights`] if a file cannot be read.
-pub(crate) fn check_files_beside(folder: &Path, weights: &StoredWeights) -> Result<(), FolderError> {
+pub(crate) fn check_files_beside(
+    folder: &Path,
+    weights: &StoredWeights,
+) -> Result<(), FolderError> {
     let changed = weights.changed_files().map_err(Box::new)?;
     let is_in_run = folder.parent().is_some_and(|run| run.join(spec::FILE).exists());
     for name in changed {

@@ -160,7 +160,10 @@ fn flip_everywhere(folder: &Path, args: &[&str], is_said: impl Fn(&Path, &Output
 fn flipped_bits_of_models_are_never_used_in_silence() {
     let model = ModelHome::new();
     let lora = ["--lora", "2", "--merge"];
-    model.train("run", &[&["--steps", "4", "--init", "3", "--validation", "0.5"], &lora[..]].concat());
+    model.train(
+        "run",
+        &[&["--steps", "4", "--init", "3", "--validation", "0.5"], &lora[..]].concat(),
+    );
     let [run, trained, best, adapter, moved] =
         ["run", "run/model", "run/best", "run/adapter", "moved"].map(|name| model.path(name));
     let more = ["--prompt", "line 1", "--max-tokens", "1"];
@@ -169,7 +172,11 @@ fn flipped_bits_of_models_are_never_used_in_silence() {
     flip_everywhere(Path::new(&trained), &generate(&[&run]), is_refused);
     flip_everywhere(Path::new(&best), &generate(&[&best]), is_refused);
     let adapted = ["--adapter", adapter.as_str()];
-    flip_everywhere(Path::new(&adapter), &generate(&[&[trained.as_str()], &adapted[..]].concat()), is_refused);
+    flip_everywhere(
+        Path::new(&adapter),
+        &generate(&[&[trained.as_str()], &adapted[..]].concat()),
+        is_refused,
+    );
     // People may edit the configuration of a copy, but not its weights.
     copy(Path::new(&best), Path::new(&moved));
     flip_everywhere(Path::new(&moved), &generate(&[&moved]), |file, output| {

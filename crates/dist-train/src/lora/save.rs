@@ -60,7 +60,13 @@ impl Default for PretrainedFiles {
 impl PretrainedFiles {
     pub(crate) fn new(content: SavedContent) -> Self {
         let files_beside = BTreeMap::new();
-        Self { content, max_bytes: 5_000_000_000, allows_non_finite: false, dtype: None, files_beside }
+        Self {
+            content,
+            max_bytes: 5_000_000_000,
+            allows_non_finite: false,
+            dtype: None,
+            files_beside,
+        }
     }
 
     /// Sets the maximum bytes of parameters per file, 5 GB by default; a larger parameter gets its

@@ -65,7 +65,8 @@ impl<M, O: StatefulOptimizer> DistributedModel<M, O> {
             Some(state) => self.rates.with_state(state)?,
             None => self.rates.clone(),
         };
-        let fits = self.slots.iter().try_for_each(|slot| lock(slot).check(&self.inventory, checkpoint));
+        let fits =
+            self.slots.iter().try_for_each(|slot| lock(slot).check(&self.inventory, checkpoint));
         self.mesh.all_ok(fits)?;
         self.mesh.all_ok(self.load_slots(checkpoint))?;
         self.slots.iter().for_each(|slot| lock(slot).is_half_updated = false);

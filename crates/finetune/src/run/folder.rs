@@ -639,8 +639,9 @@ pub(crate) mod tests {
             fs::write(run.join(validations::FILE), line).unwrap();
             RunFolder::resume(&run, &spec(), 0).unwrap();
             let names = fs::read_dir(&run).unwrap().map(|entry| entry.unwrap().file_name());
-            let copies: Vec<_> =
-                names.filter_map(|name| name.into_string().ok()?.strip_prefix(BEST).map(String::from)).collect();
+            let copies: Vec<_> = names
+                .filter_map(|name| name.into_string().ok()?.strip_prefix(BEST).map(String::from))
+                .collect();
             assert_eq!(copies, [format!(".unsaved-{kept:04}")]);
             let copy = run.join(format!("best.unsaved-{kept:04}/step"));
             assert_eq!(fs::read_to_string(copy).unwrap(), kept.to_string());

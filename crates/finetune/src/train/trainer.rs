@@ -376,11 +376,7 @@ impl Trainer {
     }
 
     /// Writes a folder under a temporary name, and puts it in the place of `target`.
-    fn replace_folder(
-        &self,
-        target: &Path,
-        write: impl FnOnce(&Path) -> Result<()>,
-    ) -> Result<()> {
+    fn replace_folder(&self, target: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
         let partial = self.folder.as_ref().map(|_| folder_beside(target)).transpose();
         let partial = self.mesh.all_ok(partial)?;
         // Only the first process writes there.
