@@ -279,7 +279,7 @@ fn refuse_launcher() -> Result<()> {
                 "a launcher started {processes} processes, but without --engine each of them works \
                  alone"
             );
-            Err(Error::usage(fault).hinted(
+            Err(Error::usage(fault).with_hint(
                 "connect them with --engine mpi or --engine nccl of a build with these features, or \
                  type --engine threads",
             ))

@@ -156,6 +156,11 @@ fn flip_everywhere(folder: &Path, args: &[&str], is_said: impl Fn(&Path, &Output
     assert!(command(args).output().unwrap().status.success());
 }
 
+/// Returns the arguments that generate a token.
+fn generate<'a>(args: &[&'a str]) -> Vec<&'a str> {
+    [&["generate"], args, &["--prompt", "line 1", "--max-tokens", "1"]].concat()
+}
+
 #[test]
 fn flipped_bits_of_models_are_never_used_in_silence() {
     let model = ModelHome::new();
@@ -166,9 +171,7 @@ fn flipped_bits_of_models_are_never_used_in_silence() {
     );
     let [run, trained, best, adapter, moved] =
         ["run", "run/model", "run/best", "run/adapter", "moved"].map(|name| model.path(name));
-    let more = ["--prompt", "line 1", "--max-tokens", "1"];
     let is_refused = |_: &Path, output: &Output| !output.status.success();
-    let generate = |args: &[&str]| [&["generate"], args, &more].concat();
     flip_everywhere(Path::new(&trained), &generate(&[&run]), is_refused);
     flip_everywhere(Path::new(&best), &generate(&[&best]), is_refused);
     let adapted = ["--adapter", adapter.as_str()];

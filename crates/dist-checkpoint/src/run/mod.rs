@@ -2,7 +2,7 @@
 //! and an index.
 
 pub(crate) mod checkpoint;
-mod footer;
+pub mod footer;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
 mod index;

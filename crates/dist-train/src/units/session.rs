@@ -499,7 +499,7 @@ impl Session {
             return Ok(());
         }
         let mut sums = mem::take(&mut self.backward().sums);
-        updates.update(&self.ctx, self.rules(), known, &mut sums)?;
+        updates.update(&self.ctx, self.rules(), ready, &mut sums)?;
         self.backward().sums = sums;
         Ok(())
     }

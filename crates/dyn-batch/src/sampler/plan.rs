@@ -196,7 +196,7 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
         self.measure_all(self.indices(index))
     }
 
-    fn measured<'b>(
+    fn measure_all<'b>(
         &'b self,
         indices: &'b [u32],
     ) -> impl ExactSizeIterator<Item = Sequence> + DoubleEndedIterator + 'b {

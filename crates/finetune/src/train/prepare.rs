@@ -328,6 +328,11 @@ impl PreparedRun {
         Ok(dist_train::feed(self.schedule.steps(state)?).collate(collate)?)
     }
 
+    /// Returns the validation if it is due after `done` steps.
+    pub(super) fn due_validation(&self, done: u64) -> Option<&ValidationSet> {
+        self.validation.as_ref().filter(|validation| validation.is_due(done, self.spec.steps))
+    }
+
     /// Returns the position after the checkpoint that the run resumes from.
     pub(super) fn position(&self) -> Option<&BatchState> {
         self.resume_point.as_ref().map(|point| &point.batches)

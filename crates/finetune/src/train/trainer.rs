@@ -27,7 +27,6 @@ use crate::{
     error::{Error, Result, run::RunError},
     run::{
         folder::{RunFolder, adapter_in, best_in, checkpoints, folder_beside, product_of},
-        validation_set::ValidationSet,
         validations::{ValidationPoint, best_validation, validations},
     },
     spec::session::Session,
@@ -234,7 +233,8 @@ impl Trainer {
         let found = validations(&self.path, self.done)?;
         self.best_loss = best_validation(&found).map(|best| best.loss);
         let is_missing = found.last().is_none_or(|last| last.step < self.done);
-        self.owes_validation = self.done > 0 && is_missing && self.due_validation().is_some();
+        self.owes_validation =
+            self.done > 0 && is_missing && self.run.due_validation(self.done).is_some();
         self.started = Some(Instant::now());
         Ok(())
     }
@@ -290,19 +290,14 @@ impl Trainer {
         batches.next().unwrap_or_else(|| Err(RunError::LastEpoch.into()))
     }
 
-    /// Returns the validation if it is due after the last step.
-    fn due_validation(&self) -> Option<&ValidationSet> {
-        let steps = self.run.spec.steps;
-        self.run.validation.as_ref().filter(|validation| validation.is_due(self.done, steps))
-    }
-
     /// Validates the model if that is due, and saves it if its loss is the least so far. A stop
     /// interrupts the validation.
     fn validate(&mut self) -> Result<Option<Event>> {
-        let Some(validation) = self.due_validation() else { return Ok(None) };
+        let Some(validation) = self.run.due_validation(self.done) else { return Ok(None) };
         let device = &self.mesh.devices()[0];
+        let (model, stop) = (&mut self.model, &self.stop);
         let point = validation.validate(self.done, device, |batch| {
-            if self.is_stopped()? { Ok(None) } else { self.model.evaluate(batch).map(Some) }
+            if is_stopped(&self.mesh, stop)? { Ok(None) } else { model.evaluate(batch).map(Some) }
         })?;
         self.owes_validation = point.is_none();
         let Some(point) = point else { return Ok(None) };
@@ -320,7 +315,7 @@ impl Trainer {
     /// Writes a checkpoint if one is due, or if a process is asked to stop.
     fn save(&mut self) -> Result<Option<Event>> {
         let step = self.done;
-        let is_stopped = self.owes_validation || self.is_stopped()?;
+        let is_stopped = self.owes_validation || is_stopped(&self.mesh, &self.stop)?;
         // The model itself is about to be written, which takes the place of a checkpoint.
         if step == self.run.spec.steps && !self.owes_validation {
             return Ok(None);
@@ -342,14 +337,6 @@ impl Trainer {
         self.phase = Phase::Ended;
         self.end_session()?;
         Ok(Some(Event::Stopped { step }))
-    }
-
-    /// Returns true if a process is asked to stop. A signal may reach the processes in different
-    /// steps, and all must stop after the same step, so they ask each other.
-    fn is_stopped(&self) -> Result<bool> {
-        // Relaxed: nothing else is read on the strength of the flag.
-        let is_stopped = self.stop.load(Ordering::Relaxed);
-        Ok(shared::largest(&self.mesh, is_stopped.into())? > 0)
     }
 
     fn products(&self) -> Products<'_> {
@@ -440,6 +427,14 @@ impl fmt::Debug for Trainer {
         trainer.field("path", path).field("done", done).field("phase", phase);
         trainer.finish_non_exhaustive()
     }
+}
+
+/// Returns true if a process is asked to stop. A signal may reach the processes in different steps,
+/// and all must stop after the same step, so they ask each other.
+fn is_stopped(mesh: &DeviceMesh, stop: &AtomicBool) -> Result<bool> {
+    // Relaxed: nothing else is read on the strength of the flag.
+    let is_stopped = stop.load(Ordering::Relaxed);
+    Ok(shared::largest(mesh, is_stopped.into())? > 0)
 }
 
 /// Adds the numbers of a step's batches to its metrics.

@@ -175,7 +175,7 @@ impl ParameterInfo {
     #[must_use]
     pub fn with_tied_to(self, name: impl Into<String>) -> Self {
         self.with_edit(|data| {
-            data.edit_overrides(|overrides| overrides.tied_to = Some(name.into()))
+            data.edit_overrides(|overrides| overrides.tied_to = Some(name.into()));
         })
     }
 

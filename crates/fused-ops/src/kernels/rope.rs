@@ -68,25 +68,28 @@ impl<T: Float> NullaryFnOnce for RotateRows<'_, '_, T> {
 
     #[inline(always)]
     fn call(self) {
-        let Rotation { pairs, size, rows_per_position, positions, cos, sin } = self.rotation;
+        let Rotation { pairs, size, rows_per_position, positions: n_positions, cos, sin } =
+            self.rotation;
         let half = size / 2;
-        let sign = match self.direction {
+        let direction = match self.direction {
             RotationDirection::Forward => T::ONE,
             RotationDirection::Back => -T::ONE,
         };
         for (row, x) in self.x.chunks_exact(size).enumerate() {
-            let position = (self.first_row + row) / rows_per_position % positions;
+            let position = (self.first_row + row) / rows_per_position % n_positions;
             let cos = &cos[position * half..][..half];
             let sin = &sin[position * half..][..half];
             match pairs {
                 PairLayout::Halves => {
                     let (a, b) = x.split_at(half);
-                    self.out.push4(a, b, cos, sin, |a, b, cos, sin| a * cos - b * (sign * sin));
-                    self.out.push4(a, b, cos, sin, |a, b, cos, sin| b * cos + a * (sign * sin));
+                    self.out
+                        .push4(a, b, cos, sin, |a, b, cos, sin| a * cos - b * (direction * sin));
+                    self.out
+                        .push4(a, b, cos, sin, |a, b, cos, sin| b * cos + a * (direction * sin));
                 }
                 PairLayout::Neighbors => {
                     self.out.push_pairs(x, cos, sin, |a, b, cos, sin| {
-                        (a * cos - b * (sign * sin), b * cos + a * (sign * sin))
+                        (a * cos - b * (direction * sin), b * cos + a * (direction * sin))
                     });
                 }
             }

@@ -15,7 +15,7 @@ use crate::{
         slot::{Slot, lock},
     },
     step::{
-        batch::{Batch, added},
+        batch::{Batch, add_grads},
         rules::{Goal, Rules},
         update::global_norm,
     },
