@@ -156,13 +156,10 @@ impl DeviceArgs {
     /// Returns the place of this process. The run has `default` devices unless `--world-size` or
     /// the launcher sets the number.
     pub(crate) fn place(&self, default: u64) -> Result<Place> {
-        let engine = match self.engine {
-            Some(engine) => engine,
-            None => {
-                refuse_launcher()?;
-                Engine::Threads
-            }
-        };
+        if self.engine.is_none() {
+            refuse_launcher()?;
+        }
+        let engine = self.engine.unwrap_or(Engine::Threads);
         match engine {
             Engine::Threads => {
                 let world_size = WorldSize::new(self.world_size.unwrap_or(default))?;

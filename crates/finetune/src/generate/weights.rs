@@ -46,12 +46,11 @@ pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<Units> {
     for (parameter, info) in declared.iter().zip(&infos) {
         let all = 0..parameter.shape.elem_count();
         let weight = weights.items(info, all.clone(), &Device::Cpu).map_err(to_folder_error)?;
-        let items = match weight {
-            Some(items) => items,
-            None => {
-                let read_adapter = read_adapter.as_ref().expect("only adapters may be missing");
-                read_adapter(parameter, all)?
-            }
+        let items = if let Some(items) = weight {
+            items
+        } else {
+            let read_adapter = read_adapter.as_ref().expect("only adapters may be missing");
+            read_adapter(parameter, all)?
         };
         tensors.insert(info.name.clone(), items.reshape(&parameter.shape)?);
     }

@@ -583,22 +583,22 @@ mod tests {
     #[test]
     fn end_tokens_come_from_all_files() {
         let tokenizer = open(&golden::path("qwen2")).unwrap();
-        assert_eq!((tokenizer.end, tokenizer.is_end(317)), (319, false));
+        assert_eq!((tokenizer.end_id, tokenizer.is_end(317)), (319, false));
         let copy = golden::changed("qwen2", "config.json", |config| {
             config["eos_token_id"] = json!([317, 319]);
         });
         let tokenizer = open(copy.path()).unwrap();
-        assert_eq!((tokenizer.end, tokenizer.is_end(317)), (319, true));
+        assert_eq!((tokenizer.end_id, tokenizer.is_end(317)), (319, true));
         let copy = golden::changed("qwen2", "tokenizer_config.json", |config| {
             config["eos_token"] = Value::Null;
         });
-        assert_eq!(open(copy.path()).unwrap().end, 319);
+        assert_eq!(open(copy.path()).unwrap().end_id, 319);
         fs::write(
             copy.path().join("special_tokens_map.json"),
             r#"{"eos_token": {"content": "h"}}"#,
         )
         .unwrap();
-        assert_eq!(open(copy.path()).unwrap().end, tokenizer.encode_plain("h").unwrap()[0]);
+        assert_eq!(open(copy.path()).unwrap().end_id, tokenizer.encode_plain("h").unwrap()[0]);
         let text = tokenizer.encode_text("a<|im_end|>").unwrap();
         assert_eq!(text.ids.iter().filter(|&&id| id == 319).count(), 1, "no second end token");
     }
