@@ -1,6 +1,5 @@
 //! Errors of plans on a mesh.
 
-use std::ops::Range;
 
 use dist_checkpoint::support::listed::Listed;
 
@@ -26,14 +25,6 @@ pub enum ShardingError {
         group: u64,
         /// The number of groups.
         replicas: u64,
-    },
-    /// The slot belongs to another process.
-    #[error("slot {slot} is not in this process, which has {} to {}", slots.start, slots.end - 1)]
-    Slot {
-        /// The requested slot.
-        slot: usize,
-        /// The slots of this process.
-        slots: Range<usize>,
     },
     /// Some parameters belong to no unit, so they would never be gathered.
     #[error(
@@ -78,13 +69,5 @@ pub enum ShardingError {
     Buffer {
         /// The variable.
         name: String,
-    },
-    /// A replica of another mesh requested a parameter.
-    #[error("a replica of {replicas} gathers parameters of a mesh of {slots} slots")]
-    OtherMesh {
-        /// The number of replicas of the requesting mesh.
-        replicas: usize,
-        /// The number of slots over which the parameters are sharded.
-        slots: usize,
     },
 }

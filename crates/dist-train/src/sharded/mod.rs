@@ -9,12 +9,12 @@ use std::{collections::BTreeMap, ops::Range};
 use candle_core::{DType, Device, Tensor, Var};
 use dist_checkpoint::ParameterError;
 use fsdp_plan::{Cut, ParameterInfo, ShardingPlan};
-use pmap_mesh::{DeviceMesh, Replica};
+use pmap_mesh::DeviceMesh;
 
 use self::{axes::PlanAxes, units::UnitCollectives};
 use crate::{
     device::move_to_device,
-    error::{Doing, Error, Result, sharding::ShardingError},
+    error::{Doing, Result},
     precision::Precision,
 };
 
@@ -36,16 +36,7 @@ pub(crate) struct ShardedVars {
 
 /// One contiguous shard of a parameter on one slot.
 #[derive(Clone, Debug)]
-struct ShardVar {
-    param_idx: usize,
-    /// The index of the first item in the parameter.
-    start: usize,
-    var: Var,
-}
-
-/// A shard as the state of a slot stores it.
-#[derive(Clone, Debug)]
-pub(crate) struct OwnedPart {
+pub(crate) struct ShardVar {
     /// The index of the parameter in the plan.
     pub(crate) param_idx: usize,
     /// The index of the first item in the parameter.
@@ -78,12 +69,17 @@ impl ShardedVars {
         let mut slots: Vec<Vec<ShardVar>> = mesh.devices().iter().map(|_| Vec::new()).collect();
         for (param_idx, parameter) in plan.parameters().iter().enumerate() {
             let info = parameter.info();
+            let n_primary = match parameter.cut() {
+                Cut::Replicated => 1,
+                _ => plan.shard_group().as_usize(),
+            };
             let ranks_here = runs::ranks(plan.world_size()).skip(mesh.local_slots().start);
             for ((rank, parts), device) in ranks_here.zip(&mut slots).zip(mesh.devices()) {
                 for run in runs::rank_runs(&plan, param_idx, rank)? {
                     let start = run.start;
                     let var = variable(&source(info, run)?, device)?;
-                    parts.push(ShardVar { param_idx, start, var });
+                    let is_primary = rank.as_usize() < n_primary;
+                    parts.push(ShardVar { param_idx, start, var, is_primary });
                 }
             }
         }
@@ -96,40 +92,9 @@ impl ShardedVars {
         &self.plan
     }
 
-    /// Returns the number of shards of one slot.
-    pub(crate) fn n_parts(&self, slot: usize) -> Result<usize, ShardingError> {
-        Ok(self.parts(slot)?.len())
-    }
-
-    /// Returns the shards of a slot, in plan order.
-    pub(crate) fn owned_parts(&self, slot: usize) -> Result<Vec<OwnedPart>, ShardingError> {
-        let mut owned = Vec::new();
-        for part in self.parts(slot)? {
-            owned.push(OwnedPart {
-                param_idx: part.param_idx,
-                start: part.start,
-                var: part.var.clone(),
-                is_primary: self.is_primary_on(slot, part),
-            });
-        }
-        Ok(owned)
-    }
-
-    /// Returns true if a slot is the first that stores this shard.
-    fn is_primary_on(&self, slot: usize, part: &ShardVar) -> bool {
-        match self.plan.parameters()[part.param_idx].cut() {
-            Cut::Replicated => slot == 0,
-            _ => slot < self.plan.shard_group().as_usize(),
-        }
-    }
-
-    /// Returns the shards of one slot.
-    fn parts(&self, slot: usize) -> Result<&[ShardVar], ShardingError> {
-        let slots = self.mesh.local_slots();
-        if !slots.contains(&slot) {
-            return Err(ShardingError::Slot { slot, slots });
-        }
-        Ok(&self.slots[slot - slots.start])
+    /// Returns the shards of a slot of this process, in plan order.
+    pub(crate) fn parts(&self, slot: usize) -> &[ShardVar] {
+        &self.slots[slot - self.mesh.local_slots().start]
     }
 
     fn info(&self, param_idx: usize) -> &ParameterInfo {
@@ -182,15 +147,6 @@ impl ShardedVars {
             by_start.values().map(|run| move_to_device(run, device)).collect();
         let runs = moved.doing("moving the shards of a parameter")?;
         self.join(param_idx, &runs, device)
-    }
-
-    /// Rejects replicas of another mesh.
-    fn check_mesh(&self, ctx: &Replica) -> Result<(), ShardingError> {
-        let slots = self.mesh.len();
-        if ctx.count() == slots {
-            return Ok(());
-        }
-        Err(ShardingError::OtherMesh { replicas: ctx.count(), slots })
     }
 
     fn dtype(&self, param_idx: usize) -> Result<DType> {

@@ -191,9 +191,8 @@ impl ShardedVars {
     ///
     /// # Errors
     ///
-    /// Returns [`ParameterError::Unknown`] if there is no such unit,
-    /// [`ShardingError::OtherMesh`](crate::ShardingError::OtherMesh) in a replica of a mesh of
-    /// another size, and the errors of [`Replica::gather_runs`].
+    /// Returns [`ParameterError::Unknown`] if there is no such unit, and the errors of
+    /// [`Replica::gather_runs`].
     #[track_caller]
     pub(crate) fn gather_unit(
         &self,
@@ -261,8 +260,7 @@ impl ShardedVars {
 
     /// Returns a new variable with the value of a parameter that every slot stores in full.
     fn copy(&self, ctx: &Replica, param_idx: usize) -> candle_core::Result<Var> {
-        let parts = self.parts(ctx.slot()).map_err(Error::from)?;
-        let own_parts = parts.iter().filter(|part| part.param_idx == param_idx);
+        let own_parts = self.parts(ctx.slot()).iter().filter(|part| part.param_idx == param_idx);
         let runs: Vec<Tensor> = own_parts.map(|part| part.var.as_detached_tensor()).collect();
         let whole = self.join(param_idx, &runs, ctx.device())?;
         let dtype = self.precision.compute_dtype(whole.dtype());
@@ -372,13 +370,13 @@ impl ShardedVars {
                 ReduceState::Started(pending) => pending.wait()?,
             };
             let total_sums = self.sum_over_replicas(ctx, group_sums, layout)?;
-            for (position, sum) in self.own_positions(ctx, params)?.into_iter().zip(total_sums) {
+            for (position, sum) in self.own_positions(ctx, params).into_iter().zip(total_sums) {
                 sums.push((position, self.to_sum_dtype(ctx, position, &sum)?));
             }
         }
         if !copies.is_empty() {
             let all: Vec<usize> = (0..copies.len()).collect();
-            let positions = self.own_positions(ctx, &unit.copies)?;
+            let positions = self.own_positions(ctx, &unit.copies);
             // All-reduced under the unit's name: a unit without sharded parameters has no
             // all-gather, so nothing has checked yet that all replicas entered the same unit.
             let copy_sums = ctx.psum_named(&name, copies, &all, ALL)?;
@@ -396,8 +394,7 @@ impl ShardedVars {
         position: usize,
         sum: &Tensor,
     ) -> candle_core::Result<Tensor> {
-        let parts = self.parts(ctx.slot()).map_err(Error::from)?;
-        sum.to_dtype(widened_dtype(parts[position].var.dtype()))
+        sum.to_dtype(widened_dtype(self.parts(ctx.slot())[position].var.dtype()))
     }
 
     /// Sums the sums of this slot's shard group over all shard groups.
@@ -424,21 +421,19 @@ impl ShardedVars {
     }
 
     /// Returns the indices of this slot's shards of some parameters, in the order of their layout.
-    fn own_positions(&self, ctx: &Replica, params: &[usize]) -> Result<Vec<usize>> {
-        self.check_mesh(ctx)?;
-        let parts = self.parts(ctx.slot())?;
-        Ok(params
-            .iter()
-            .flat_map(|&param_idx| {
-                (0..parts.len()).filter(move |&position| parts[position].param_idx == param_idx)
-            })
-            .collect())
+    fn own_positions(&self, ctx: &Replica, params: &[usize]) -> Vec<usize> {
+        let parts = self.parts(ctx.slot());
+        let mut positions = Vec::new();
+        for &param_idx in params {
+            positions.extend((0..parts.len()).filter(|&part| parts[part].param_idx == param_idx));
+        }
+        positions
     }
 
     /// Returns this slot's shards of some parameters, in the dtype in which they are gathered.
     fn own_runs(&self, ctx: &Replica, params: &[usize]) -> candle_core::Result<Vec<Tensor>> {
-        let positions = self.own_positions(ctx, params)?;
-        let parts = self.parts(ctx.slot()).map_err(Error::from)?;
+        let positions = self.own_positions(ctx, params);
+        let parts = self.parts(ctx.slot());
         let mut runs = Vec::with_capacity(positions.len());
         for position in positions {
             let part = parts[position].var.as_detached_tensor();

@@ -437,6 +437,6 @@ mod tests {
             base_bytes: 0,
         };
         let layers = |layers| work.computed_bytes(layers);
-        assert_eq!((layers(1), layers(2)), (12_080, 21_040));
+        assert_eq!((layers(1), layers(2)), (13_120, 22_080));
     }
 }

@@ -140,29 +140,8 @@ impl Collectives {
         to_contiguous(&sum.reshape(own_dims)?.transpose(0, dim)?)
     }
 
-    /// Returns the tensors of a layout; `own` are this member's runs.
-    pub(crate) fn gather_runs(
-        &self,
-        ctx: &GroupContext,
-        own: Vec<Tensor>,
-        layout: &RunLayout,
-        device: &Device,
-    ) -> Result<Vec<Tensor>> {
-        self.run(ctx, self.gather_request(ctx, own, layout, device))
-    }
-
-    /// Starts [`gather_runs`](Self::gather_runs).
-    pub(crate) fn start_gather_runs(
-        &self,
-        ctx: &GroupContext,
-        own: Vec<Tensor>,
-        layout: &RunLayout,
-        device: &Device,
-    ) -> Result<Box<dyn PendingCollective>> {
-        self.start(ctx, self.gather_request(ctx, own, layout, device))
-    }
-
-    fn gather_request(
+    /// Returns the request for the tensors of a layout; `own` are this member's runs.
+    pub(crate) fn gather_request(
         &self,
         ctx: &GroupContext,
         own: Vec<Tensor>,
@@ -174,27 +153,8 @@ impl Collectives {
         ListRequest::Gather { own, layout: layout.clone(), device: device.clone() }
     }
 
-    /// Returns the sums of this member's runs of a layout.
-    pub(crate) fn reduce_runs(
-        &self,
-        ctx: &GroupContext,
-        list: Vec<Tensor>,
-        layout: &RunLayout,
-    ) -> Result<Vec<Tensor>> {
-        self.run(ctx, self.reduce_request(ctx, list, layout))
-    }
-
-    /// Starts [`reduce_runs`](Self::reduce_runs).
-    pub(crate) fn start_reduce_runs(
-        &self,
-        ctx: &GroupContext,
-        list: Vec<Tensor>,
-        layout: &RunLayout,
-    ) -> Result<Box<dyn PendingCollective>> {
-        self.start(ctx, self.reduce_request(ctx, list, layout))
-    }
-
-    fn reduce_request(
+    /// Returns the request for the sums of this member's runs of a layout.
+    pub(crate) fn reduce_request(
         &self,
         ctx: &GroupContext,
         list: Vec<Tensor>,
@@ -204,11 +164,17 @@ impl Collectives {
         sum_request(list, WantedTensors::ByRank(Arc::clone(layout.by_rank())))
     }
 
-    fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {
+    /// Runs a request, and waits for its results.
+    pub(crate) fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {
         if ctx.size() == 1 { single::run(work) } else { self.engine.run(ctx, work) }
     }
 
-    fn start(&self, ctx: &GroupContext, work: ListRequest) -> Result<Box<dyn PendingCollective>> {
+    /// Starts a request without waiting for other members.
+    pub(crate) fn start(
+        &self,
+        ctx: &GroupContext,
+        work: ListRequest,
+    ) -> Result<Box<dyn PendingCollective>> {
         let collective: Box<dyn PendingCollective> = if ctx.size() == 1 {
             Box::new(FinishedCollective(single::run(work)?))
         } else {

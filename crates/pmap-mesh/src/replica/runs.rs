@@ -62,7 +62,9 @@ impl Replica {
     ) -> Result<Vec<Var>> {
         let ctx = self.layout_context("gather_runs", layout, axes.into())?;
         check_own(&ctx, &own, layout)?;
-        variables(self.0.collectives.gather_runs(&ctx, own, layout, &self.0.device)?)
+        let collectives = &self.0.collectives;
+        let request = collectives.gather_request(&ctx, own, layout, &self.0.device);
+        variables(collectives.run(&ctx, request)?)
     }
 
     /// Starts a [`gather_runs`](Self::gather_runs) without waiting for the other replicas.
@@ -80,8 +82,9 @@ impl Replica {
     ) -> Result<Pending<Vec<Var>>> {
         let ctx = self.layout_context("start_gather_runs", layout, axes.into())?;
         check_own(&ctx, &own, layout)?;
-        let collective = self.0.collectives.start_gather_runs(&ctx, own, layout, &self.0.device)?;
-        Ok(Pending::new(collective, variables))
+        let collectives = &self.0.collectives;
+        let request = collectives.gather_request(&ctx, own, layout, &self.0.device);
+        Ok(Pending::new(collectives.start(&ctx, request)?, variables))
     }
 
     /// Sums the tensors of a layout over the replicas along `axes`, and returns the sums of the
@@ -104,7 +107,8 @@ impl Replica {
     ) -> Result<Vec<Tensor>> {
         let ctx = self.layout_context("reduce_runs", layout, axes.into())?;
         check_list(&ctx, &list, layout)?;
-        self.0.collectives.reduce_runs(&ctx, list, layout)
+        let collectives = &self.0.collectives;
+        collectives.run(&ctx, collectives.reduce_request(&ctx, list, layout))
     }
 
     /// Starts a [`reduce_runs`](Self::reduce_runs) without waiting for the other replicas.
@@ -122,7 +126,9 @@ impl Replica {
     ) -> Result<Pending<Vec<Tensor>>> {
         let ctx = self.layout_context("start_reduce_runs", layout, axes.into())?;
         check_list(&ctx, &list, layout)?;
-        Ok(Pending::new(self.0.collectives.start_reduce_runs(&ctx, list, layout)?, Ok))
+        let collectives = &self.0.collectives;
+        let request = collectives.reduce_request(&ctx, list, layout);
+        Ok(Pending::new(collectives.start(&ctx, request)?, Ok))
     }
 
     #[track_caller]

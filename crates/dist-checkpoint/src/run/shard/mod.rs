@@ -191,7 +191,7 @@ mod tests {
         let WrittenFile { bytes, header } = write_all(&path, &tensors());
         let pieces = open(&path, &ExpectedFile { bytes, origin: origin(), header }).unwrap();
         let piece = |kind: &str, parameter: &str| {
-            let owner = (kind.to_owned(), parameter.to_owned());
+            let owner = (parameter.to_owned(), kind.to_owned());
             pieces.iter().find_map(|(found, piece)| (*found == owner).then_some(piece)).unwrap()
         };
         assert_eq!(piece("model", "a").items(), 3..9);

@@ -27,7 +27,7 @@ use crate::{
         describe::declared_infos,
     },
     precision::widened_dtype,
-    sharded::{OwnedPart, ShardedVars},
+    sharded::{ShardVar, ShardedVars},
     step::{inventory::Inventory, roles::Role},
     units::{
         keep::Keep,
@@ -214,11 +214,11 @@ pub(super) fn check_replicas_equal(mesh: &DeviceMesh, model: &Model) -> Result<(
     }
     let slot_fingerprints = |slot| -> Result<Vec<u64>> {
         let mut fingerprints = vec![Fingerprint::new(); periods.len()];
-        for OwnedPart { param_idx, var, .. } in vars.owned_parts(slot)? {
-            let param = position(inventory, plan.parameters()[param_idx].info().name());
+        for part in vars.parts(slot) {
+            let param = position(inventory, plan.parameters()[part.param_idx].info().name());
             if periods[param].is_some() {
                 fingerprints[param]
-                    .write_u64(settings::value_fingerprint(&var).doing("comparing parameters")?);
+                    .write_u64(settings::value_fingerprint(&part.var).doing("comparing parameters")?);
             }
         }
         Ok(fingerprints.iter().map(Fingerprint::finish).collect())
@@ -336,7 +336,7 @@ fn build_slot<O>(
     let Model { vars, inventory, .. } = model;
     let trained = inventory.roles.trained();
     let mut slot_vars = Vec::new();
-    for OwnedPart { param_idx, start, var, is_primary } in vars.owned_parts(slot)? {
+    for ShardVar { param_idx, start, var, is_primary } in vars.parts(slot).iter().cloned() {
         let param = position(inventory, vars.plan().parameters()[param_idx].info().name());
         let trained = trained.binary_search(&param).ok();
         let is_loaded = inventory.roles.is_saved(param);
