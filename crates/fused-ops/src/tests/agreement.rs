@@ -163,8 +163,11 @@ fn halves_are_rounded_once() {
             let single: Vec<_> = inputs.iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
             let found = (case.fused)(&inputs).unwrap();
             let expected = (case.fused)(&single).unwrap();
-            assert_eq!(found.dtype(), half);
-            let expected = expected.to_dtype(half).unwrap();
+            // A sum over rows keeps its digits.
+            let is_sum = case.name.starts_with("cross_entropy");
+            let rounded = if is_sum { DType::F32 } else { half };
+            assert_eq!(found.dtype(), rounded);
+            let expected = expected.to_dtype(rounded).unwrap();
             assert_eq!(values(&found), values(&expected), "{}", case.name);
             let grads = run(&case.fused, &inputs).grads;
             assert!(grads.iter().all(|grad| grad.dtype() == half));
