@@ -1,6 +1,5 @@
 //! Errors of plans on a mesh.
 
-
 use dist_checkpoint::support::listed::Listed;
 
 /// A mismatch between a plan or units and a mesh or model.

@@ -217,8 +217,9 @@ pub(super) fn check_replicas_equal(mesh: &DeviceMesh, model: &Model) -> Result<(
         for part in vars.parts(slot) {
             let param = position(inventory, plan.parameters()[part.param_idx].info().name());
             if periods[param].is_some() {
-                fingerprints[param]
-                    .write_u64(settings::value_fingerprint(&part.var).doing("comparing parameters")?);
+                fingerprints[param].write_u64(
+                    settings::value_fingerprint(&part.var).doing("comparing parameters")?,
+                );
             }
         }
         Ok(fingerprints.iter().map(Fingerprint::finish).collect())
