@@ -14,7 +14,7 @@ use pmap_mesh::DeviceMesh;
 use self::{axes::PlanAxes, units::UnitCollectives};
 use crate::{
     device::move_to_device,
-    error::{Doing, Result},
+    error::{Doing, Error, Result},
     precision::Precision,
 };
 

@@ -13,7 +13,7 @@ use pmap_mesh::Replica;
 
 use crate::{
     agreement::{self, halves},
-    error::{Error, training::TrainingError},
+    error::training::TrainingError,
     grad::{correct_gradient, widen},
     loss::{Loss, ShardLoss},
     precision::is_half,
