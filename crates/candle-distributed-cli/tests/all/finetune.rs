@@ -404,8 +404,10 @@ fn failed_sample_does_not_fail_run() {
 fn missing_and_extra_tensors_are_named() {
     let model = ModelHome::new();
     model.train("base", &["--steps", "1", "--init", "3"]);
-    let base = model.path("base/model");
-    let deeper = model.at("base/model/config.json");
+    // The configuration of a copy may be edited.
+    let base = model.path("copy");
+    fs::rename(model.at("base/model"), &base).unwrap();
+    let deeper = model.at("copy/config.json");
     replace(deeper.clone(), "\"num_hidden_layers\":2", "\"num_hidden_layers\":3");
     is_rejected(&model, &["--model", &base], &["9 of 30 parameters are missing"]);
     replace(deeper, "\"num_hidden_layers\":3", "\"num_hidden_layers\":1");
