@@ -81,7 +81,7 @@ use crate::{
 /// - replicas that enter different units, or in a different order:
 ///   [`CollectiveError::Mismatch`](pmap_mesh::CollectiveError::Mismatch) names both units. With
 ///   [prefetching](crate::ModelBuilder::prefetch), it names the units being gathered instead, or
-///   [`TrainingError::OtherUnits`] lists all units that both replicas entered.
+///   [`TrainingError::UnitMismatch`] lists all units that both replicas entered.
 ///
 /// # Determinism
 ///

@@ -20,7 +20,7 @@ pub(crate) type Settings<const N: usize> = [(&'static str, u64); N];
 ///
 /// # Errors
 ///
-/// Returns [`TrainingError::OtherModel`] and [`TrainingError::OtherOption`] with the first
+/// Returns [`TrainingError::ModelMismatch`] and [`TrainingError::OptionMismatch`] with the first
 /// difference, and [`Error::Mesh`](crate::Error::Mesh) if a process does not respond.
 pub(crate) fn check<const N: usize>(mesh: &DeviceMesh, settings: &Settings<N>) -> Result<()> {
     if !mesh.spans_processes() {
@@ -32,8 +32,8 @@ pub(crate) fn check<const N: usize>(mesh: &DeviceMesh, settings: &Settings<N>) -
         let different = by_slot.iter().position(|fingerprints| fingerprints[n] != by_slot[0][n]);
         if let Some(replica) = different {
             let error = match option {
-                VARIABLES => TrainingError::OtherModel { replica },
-                option => TrainingError::OtherOption { option, replica },
+                VARIABLES => TrainingError::ModelMismatch { replica },
+                option => TrainingError::OptionMismatch { option, replica },
             };
             return Err(error.into());
         }

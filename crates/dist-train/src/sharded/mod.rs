@@ -56,7 +56,7 @@ impl ShardedVars {
     /// # Errors
     ///
     /// Returns [`ShardingError::World`] if the plan's number of ranks differs from the mesh's
-    /// number of slots, [`ShardingError::Replicas`] if the plan has replicas and the mesh has
+    /// number of slots, [`ShardingError::ReplicaMismatch`] if the plan has replicas and the mesh has
     /// another shape, the errors of `source`, and [`Error::Tensor`] if candle fails.
     pub(crate) fn new<'a, N: Iterator<Item = &'a str>>(
         mesh: &DeviceMesh,

@@ -66,7 +66,7 @@ impl Choices {
         let mut groups = vec![(DEFAULT_GROUP, PatternSelection(Vec::new()))];
         for (name, patterns) in &self.groups {
             if groups.iter().any(|(other, _)| other == name) {
-                return Err(TrainingError::SameGroup { name: name.clone() }.into());
+                return Err(TrainingError::DuplicateGroup { name: name.clone() }.into());
             }
             groups.push((name, PatternSelection::new("group", patterns, names)?));
         }
@@ -268,7 +268,7 @@ mod tests {
         assert_eq!(refused(overlap), expected);
 
         let same = Choices { groups: vec![group("default", "head")], ..Choices::default() };
-        assert_eq!(refused(same), TrainingError::SameGroup { name: "default".to_owned() });
+        assert_eq!(refused(same), TrainingError::DuplicateGroup { name: "default".to_owned() });
 
         let nothing = Choices { frozen: texts(&["**"]), ..Choices::default() };
         assert_eq!(refused(nothing), TrainingError::NothingTrained { variables: 6 });

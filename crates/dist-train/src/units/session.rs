@@ -273,7 +273,7 @@ impl Session {
                 })
                 .collect()
         };
-        let error = TrainingError::OtherUnits {
+        let error = TrainingError::UnitMismatch {
             left,
             left_units: units_of(left),
             right,

@@ -195,7 +195,7 @@ fn check_distinct(declared: &[Declared], existing: &[Option<Var>]) -> Result<(),
         if let Some((first, _)) = named[..position].iter().find(|(_, other)| other.id() == var.id())
         {
             let (first, second) = (first.name.clone(), second.name.clone());
-            return Err(TrainingError::SameVariable { first, second });
+            return Err(TrainingError::DuplicateVariable { first, second });
         }
     }
     Ok(())

@@ -263,7 +263,7 @@ fn unit_over_half(plan: &ShardingPlan) -> Option<&str> {
 
 /// Rejects a plan with different parameters or units.
 fn check_fits(plan: &ShardingPlan, infos: &[ParameterInfo]) -> Result<(), ShardingError> {
-    let other = |reason: String| Err(ShardingError::OtherPlan { reason });
+    let other = |reason: String| Err(ShardingError::PlanMismatch { reason });
     for info in infos {
         let Some(position) = plan.index_of(info.name()) else {
             return other(format!("it has no parameter {}", info.name()));
