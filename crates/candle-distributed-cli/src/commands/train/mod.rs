@@ -264,10 +264,10 @@ impl Args {
             format!("has --checkpoint-every {}", run.checkpoint_every),
             format!("has --check {}", self.check),
             format!("has --allow-non-finite {allow_non_finite}"),
-            format!("trains {}", finetune.words()),
-            format!("learns by {}", recipe.words()),
+            format!("trains {}", finetune.to_json()),
+            format!("learns by {}", recipe.to_json()),
             match &run.sharding {
-                Some(sharding) => format!("is sharded by {}", sharding.words()),
+                Some(sharding) => format!("is sharded by {}", sharding.to_json()),
                 None => "is not sharded".into(),
             },
             format!("has --dry-run {}", self.dry_run),
