@@ -65,9 +65,8 @@ pub(crate) struct JsonLines {
 }
 
 impl JsonLines {
-    /// Makes a writer. If it `flushes_each_line`, it writes a line at once. A live input needs this:
-    /// the program that reads a line may be the program that writes the input of the next line, so
-    /// buffering could be a deadlock.
+    /// Makes a writer. Set `flushes_each_line` for a live input: the program that reads a line may
+    /// be the program that writes the input of the next line, so buffering could be a deadlock.
     pub(crate) fn new(flushes_each_line: bool) -> Self {
         let out = BufWriter::with_capacity(BUFFER_BYTES, io::stdout().lock());
         Self { out, flushes_each_line, outcome: Ok(()) }

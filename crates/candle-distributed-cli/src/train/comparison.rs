@@ -162,7 +162,8 @@ mod tests {
         let memory = PeakMemory { peak_bytes: 4096, n_devices: 2, model_bytes };
         let words = "peak memory of the process: 4.00 KiB, 2.00 KiB for each of its 2 devices; \
                      parameters, gradients and optimizer state: 2.00 KiB per device if whole \
-                     (this run), 1.00 KiB per rank if sharded by the plan; both without activations";
+                     (this run), 1.00 KiB per rank if sharded by the plan; both without \
+                     activations";
         assert_eq!(memory.to_string(), words);
         let sharded =
             PeakMemory { model_bytes: ModelBytes { is_sharded: true, ..model_bytes }, ..memory };

@@ -3,7 +3,7 @@
 mod build;
 pub(crate) mod builder;
 mod config;
-pub(crate) mod doors;
+pub(crate) mod entry_points;
 mod gradients;
 mod layout;
 mod pass;
@@ -44,12 +44,12 @@ use crate::{
     schedule::Schedule,
     step::{
         inventory::Inventory,
-        options::Options,
+        options::StepOptions,
         rates::Rates,
         rules::{Evaluation, Goal, Report, Rules, Step},
     },
     tree,
-    units::keep::Keep,
+    units::keep_rules::Keep,
 };
 
 /// A model with its optimizers, trained by all devices of a mesh. It is built by
@@ -98,7 +98,7 @@ use crate::{
 pub struct DistributedModel<M, O> {
     mesh: DeviceMesh,
     inventory: Arc<Inventory>,
-    options: Options,
+    options: StepOptions,
     precision: Precision,
     progress: Progress,
     rates: Rates,

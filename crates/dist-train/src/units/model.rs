@@ -13,7 +13,7 @@ use crate::{
     precision::{Precision, is_half},
     sharded::ShardedVars,
     step::inventory::Inventory,
-    units::{accumulation::Accumulation, keep::Keep, prefetch::Order, rules::Member},
+    units::{accumulation::Accumulation, keep_rules::Keep, prefetch::Order, rules::Member},
 };
 
 /// A sharded model; equal on every slot except for its shards.

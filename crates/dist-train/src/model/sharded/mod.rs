@@ -134,7 +134,7 @@ impl<'a, O> ShardedPass<'a, O> {
             }
             // If a parameter is used, every slot has sums for all its shards.
             let name = inventory.name(param);
-            gradients.push(Some(vars.gather_with(name, |slot, part| sums[slot][part].clone())?));
+            gradients.push(Some(vars.gather_with(name, |slot, shard| sums[slot][shard].clone())?));
         }
         Ok(gradients)
     }
