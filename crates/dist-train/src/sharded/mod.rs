@@ -140,8 +140,8 @@ impl ShardedVars {
         }
         let values_by_slot = self.mesh.process_allgather(local_values)?;
         let mut by_start = BTreeMap::new();
-        // `zip` ends with the first shard group, since the other groups hold the same shards. Copies
-        // of a replicated parameter have the same start, so the map keeps one of them.
+        // `zip` ends with the first shard group, since the other groups hold the same shards.
+        // Copies of a replicated parameter have the same start, so the map keeps one of them.
         for (rank, values) in runs::ranks(self.plan.shard_group()).zip(values_by_slot) {
             let runs = runs::rank_runs(&self.plan, param_idx, rank)?;
             by_start.extend(runs.into_iter().map(|run| run.start).zip(values));

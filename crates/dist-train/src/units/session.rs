@@ -329,9 +329,9 @@ impl Session {
     ) -> VarBuilder<'static> {
         let records_leaves = self.checks_determinism(name) || self.is_search();
         let mut inner = Vec::new();
-        for UnitMember { names, trained, .. } in &unit.members {
+        for UnitMember { names, trained_index, .. } in &unit.members {
             let var = &gathered[&names.name];
-            let is_leaf = has_graph && (trained.is_some() || self.is_search());
+            let is_leaf = has_graph && (trained_index.is_some() || self.is_search());
             if is_leaf && records_leaves {
                 self.recorded_leaves().add(var, name, &names.name);
             }

@@ -254,7 +254,7 @@ fn slot<O>(
         rounded,
         param,
         start: 0,
-        trained: trained.binary_search(&param).ok(),
+        trained_index: trained.binary_search(&param).ok(),
         is_primary: is_first_set && duties.owned.contains(&param),
         is_saved: duties.saved.contains(&param),
         is_loaded: duties.loaded.contains(&param),

@@ -323,7 +323,7 @@ fn unit_members(
         let param = position(inventory, &names.name);
         unit_members.push(UnitMember {
             names,
-            trained: trained.binary_search(&param).ok(),
+            trained_index: trained.binary_search(&param).ok(),
             may_be_unused: inventory.roles.may_be_unused[param],
             shape: declared[param].shape.dims().to_vec(),
             dtype: widened_dtype(declared[param].dtype),
@@ -343,7 +343,7 @@ fn build_slot<O>(
     let mut slot_vars = Vec::new();
     for ShardVar { param_idx, start, var, is_primary } in vars.shards(slot).iter().cloned() {
         let param = position(inventory, vars.plan().parameters()[param_idx].info().name());
-        let trained = trained.binary_search(&param).ok();
+        let trained_index = trained.binary_search(&param).ok();
         let is_loaded = inventory.roles.is_saved(param);
         let is_saved = is_primary && is_loaded;
         slot_vars.push(SlotVar {
@@ -351,7 +351,7 @@ fn build_slot<O>(
             rounded: None,
             param,
             start,
-            trained,
+            trained_index,
             is_primary,
             is_saved,
             is_loaded,
