@@ -73,11 +73,11 @@ use crate::{
 /// A sharded model also rejects:
 /// - a parameter in no unit, when the model is built;
 /// - buffers, such as a running mean: the forward pass changes them;
-/// - in the first step of a model that enters the unit, including a [loaded](Self::load) model: a
-///   unit whose result differs when it is recomputed ([`TrainingError::NotRepeatable`]), a unit
-///   that is not entered ([`TrainingError::NotEntered`]), and a parameter that the loss uses
-///   outside its unit's function, unless this function returns the parameter
-///   ([`TrainingError::ParameterOutsideUnit`]);
+/// - a unit whose result differs when it is recomputed ([`TrainingError::NotRepeatable`]), and a
+///   parameter that the loss uses outside its unit's function, unless this function returns the
+///   parameter ([`TrainingError::ParameterOutsideUnit`]). Both are found in the first step in which
+///   the model, also a [loaded](Self::load) model, enters the unit;
+/// - a unit that no batch of the first update enters ([`TrainingError::NotEntered`]);
 /// - replicas that enter different units, or in a different order:
 ///   [`CollectiveError::Mismatch`](pmap_mesh::CollectiveError::Mismatch) names both units. With
 ///   [prefetching](crate::ModelBuilder::prefetch), it names the units that were being gathered
