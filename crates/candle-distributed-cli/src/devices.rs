@@ -76,7 +76,7 @@ pub(crate) const DEFAULT_WORLD_SIZE: u64 = 2;
 
 /// The place of this process among the processes of a run.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Place {
+pub(crate) struct ProcessPlace {
     pub(crate) placement: Placement,
     /// Number of devices that share this machine's cores.
     devices_here: usize,
@@ -84,7 +84,7 @@ pub(crate) struct Place {
     devices_in_process: usize,
 }
 
-impl Place {
+impl ProcessPlace {
     /// Checks that the mesh gives this process the same rank as the launcher. They can differ,
     /// since MPI assigns ranks itself.
     fn agrees_with(self, mesh: &DeviceMesh) -> Result<()> {
@@ -155,7 +155,7 @@ impl DeviceArgs {
 
     /// Returns the place of this process. The run has `default` devices unless `--world-size` or
     /// the launcher sets the number.
-    pub(crate) fn place(&self, default: u64) -> Result<Place> {
+    pub(crate) fn place(&self, default: u64) -> Result<ProcessPlace> {
         if self.engine.is_none() {
             refuse_launcher()?;
         }
@@ -165,7 +165,7 @@ impl DeviceArgs {
                 let world_size = WorldSize::new(self.world_size.unwrap_or(default))?;
                 let placement = Placement::new(0, world_size.as_u64())?;
                 let devices = world_size.as_usize();
-                Ok(Place { placement, devices_here: devices, devices_in_process: devices })
+                Ok(ProcessPlace { placement, devices_here: devices, devices_in_process: devices })
             }
             #[cfg(feature = "mpi")]
             Engine::Mpi => self.place_among_processes("mpirun -n 2 candle-distributed …"),
@@ -177,7 +177,7 @@ impl DeviceArgs {
     }
 
     #[cfg(any(feature = "mpi", feature = "nccl"))]
-    fn place_among_processes(&self, example: &str) -> Result<Place> {
+    fn place_among_processes(&self, example: &str) -> Result<ProcessPlace> {
         let Some(launched) = LaunchEnv::from_env()? else {
             return Err(Error::usage(format!(
                 "this engine needs a launcher to start its processes: {example}"
@@ -193,7 +193,7 @@ impl DeviceArgs {
         // If the launcher sets no local world size, assume that all processes share this machine.
         // At worst a process then gets too few threads, never too many.
         let devices_here = launched.local_world_size().unwrap_or(processes).as_usize();
-        Ok(Place { placement, devices_here, devices_in_process: 1 })
+        Ok(ProcessPlace { placement, devices_here, devices_in_process: 1 })
     }
 
     /// Returns true if the devices are virtual CPU devices, which use the memory of the process.
@@ -201,10 +201,10 @@ impl DeviceArgs {
         matches!(self.device, DeviceArg::Cpu)
     }
 
-    /// Runs `job` on the devices of `builder`, after [`Place::share_cores`].
+    /// Runs `job` on the devices of `builder`, after [`ProcessPlace::share_cores`].
     pub(crate) fn run_on<T>(
         &self,
-        place: Place,
+        process: ProcessPlace,
         builder: DeviceMeshBuilder,
         job: impl FnOnce(&DeviceMesh) -> Result<T>,
     ) -> Result<T> {
@@ -212,11 +212,11 @@ impl DeviceArgs {
             Some(seconds) => builder.deadline(Duration::from_secs(seconds)),
             None => builder,
         };
-        if self.is_cpu() && place.is_first() {
-            warn_of_devices(place.devices_here);
+        if self.is_cpu() && process.is_first() {
+            warn_of_devices(process.devices_here);
         }
         let mesh = self.open(builder)?;
-        let outcome = place.agrees_with(&mesh).and_then(|()| job(&mesh));
+        let outcome = process.agrees_with(&mesh).and_then(|()| job(&mesh));
         if outcome.as_ref().is_err_and(|error| !error.ends_all_processes()) {
             // Only this process may have failed. Dropping the last mesh of a process waits until
             // the other processes drop theirs, and they may be waiting for this process in a

@@ -46,7 +46,7 @@ const HF_FOLDER: &str = "\
 const FAMILY: &str = "\
     models of the Llama family are supported: Llama 2 and 3, Qwen 2 and 2.5, and Mistral, with \
     unquantized weights and attention to the whole context";
-const OTHER_FORMAT: &str = "\
+const UNSUPPORTED_FORMAT: &str = "\
     only safetensors are supported: in Python, \
     `AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)` writes them";
 const NO_WEIGHTS: &str = "\
@@ -329,7 +329,7 @@ fn folder(error: &FolderError) -> Option<&'static str> {
     Some(match error {
         FolderError::NotAFolder { .. } | FolderError::Config { .. } => HF_FOLDER,
         FolderError::Model { .. } => FAMILY,
-        FolderError::OtherFormat { .. } => OTHER_FORMAT,
+        FolderError::UnsupportedFormat { .. } => UNSUPPORTED_FORMAT,
         FolderError::NoWeights { .. } => NO_WEIGHTS,
         FolderError::AdaptersAlone { .. } | FolderError::Adapters { .. } => ADAPTER,
         FolderError::AdapterMismatch { .. } => ADAPTER_MISMATCH,

@@ -59,20 +59,20 @@ pub(crate) fn json(value: &impl Serialize) -> Result<()> {
 /// Writes a result with one JSON object per line while it is computed.
 pub(crate) struct JsonLines {
     out: BufWriter<StdoutLock<'static>>,
-    is_live: bool,
-    /// The outcome of the last write. After an error, no further line is written.
+    flushes_each_line: bool,
+    /// The outcome of the last write. After an error, the caller prints no further line.
     outcome: io::Result<()>,
 }
 
 impl JsonLines {
-    /// Makes a writer. If the input `is_live`, each line is flushed at once: the program that reads a
-    /// line may be the one that writes the input of the next line, so buffering could be a deadlock.
-    pub(crate) fn new(is_live: bool) -> Self {
+    /// Makes a writer. Set `flushes_each_line` for a live input: the program that reads a line may
+    /// be the program that writes the input of the next line, so buffering could be a deadlock.
+    pub(crate) fn new(flushes_each_line: bool) -> Self {
         let out = BufWriter::with_capacity(BUFFER_BYTES, io::stdout().lock());
-        Self { out, is_live, outcome: Ok(()) }
+        Self { out, flushes_each_line, outcome: Ok(()) }
     }
 
-    /// Prints a line, and returns `Break` if it cannot be written.
+    /// Prints a line, and returns `Break` if it cannot be written. Do not print after `Break`.
     pub(crate) fn print(&mut self, value: &impl Serialize) -> ControlFlow<()> {
         self.outcome = self.write(value);
         if self.outcome.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
@@ -81,7 +81,7 @@ impl JsonLines {
     fn write(&mut self, value: &impl Serialize) -> io::Result<()> {
         serde_json::to_writer(&mut self.out, value)?;
         writeln!(self.out)?;
-        if self.is_live { self.out.flush() } else { Ok(()) }
+        if self.flushes_each_line { self.out.flush() } else { Ok(()) }
     }
 
     /// Flushes the buffered lines.

@@ -56,7 +56,7 @@ pub use crate::{
     model::{
         DistributedModel,
         builder::{Group, ModelBuilder},
-        doors::{DataParallel, FullyShard},
+        entry_points::{DataParallel, FullyShard},
     },
     optim::{
         StatefulOptimizer,
@@ -69,5 +69,5 @@ pub use crate::{
     },
     schedule::Schedule,
     step::rules::{Evaluation, Step},
-    units::{Units, accumulation::Accumulation, keep::Keep, rules::UnitRules},
+    units::{Units, accumulation::Accumulation, keep_rules::Keep, rules::UnitRules},
 };

@@ -25,7 +25,7 @@ impl Precision {
     /// Returns the dtype in which the model computes with a parameter stored as `stored`.
     pub(crate) fn compute_dtype(self, stored: DType) -> DType {
         match self.0 {
-            Some(mixed) if is_real(stored) => mixed.param_dtype,
+            Some(mixed) if is_trainable_float(stored) => mixed.param_dtype,
             _ => stored,
         }
     }
@@ -33,7 +33,7 @@ impl Precision {
     /// Returns the dtype in which the gradients of a parameter stored as `stored` are reduced.
     pub(crate) fn reduce_dtype(self, stored: DType) -> DType {
         match self.0 {
-            Some(mixed) if is_real(stored) => mixed.reduce_dtype,
+            Some(mixed) if is_trainable_float(stored) => mixed.reduce_dtype,
             _ => widened_dtype(stored),
         }
     }
@@ -46,20 +46,20 @@ impl Precision {
         model.with_mixed_precision(elem(param_dtype), elem(reduce_dtype))
     }
 
-    /// Rejects dtypes in which a model cannot be trained. `is_scaled` states whether the caller may
-    /// scale losses, so that gradients in f16 do not vanish.
-    pub(crate) fn check(self, is_scaled: bool) -> Result<(), TrainingError> {
+    /// Rejects dtypes in which a model cannot be trained. f16 needs `allow_non_finite`, with which
+    /// the caller can scale losses, so that small gradients do not vanish.
+    pub(crate) fn check(self, allow_non_finite: bool) -> Result<(), TrainingError> {
         let Some(MixedDtypes { param_dtype, reduce_dtype }) = self.0 else { return Ok(()) };
         for (option, dtype) in [("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)] {
             let dtype_name = dtype.as_str();
-            if !is_real(dtype) {
+            if !is_trainable_float(dtype) {
                 return Err(TrainingError::UnfitDtype {
                     option,
                     dtype: dtype_name,
-                    hint: ANY_REAL,
+                    hint: TRAINABLE_FLOATS,
                 });
             }
-            if dtype == DType::F16 && !is_scaled {
+            if dtype == DType::F16 && !allow_non_finite {
                 return Err(TrainingError::UnfitDtype { option, dtype: dtype_name, hint: SCALE });
             }
         }
@@ -77,11 +77,11 @@ pub(crate) fn is_half(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
 }
 
-fn is_real(dtype: DType) -> bool {
+fn is_trainable_float(dtype: DType) -> bool {
     matches!(dtype, DType::BF16 | DType::F16 | DType::F32 | DType::F64)
 }
 
-const ANY_REAL: &str = "it must be bf16, f16, f32 or f64";
+const TRAINABLE_FLOATS: &str = "it must be bf16, f16, f32 or f64";
 
 const SCALE: &str = "gradients below 6e-8 vanish in it: use bf16, or scale the loss up and the \
                      gradients down, and set `allow_non_finite`";
@@ -107,7 +107,7 @@ mod tests {
         let of = |option, dtype, hint| TrainingError::UnfitDtype { option, dtype, hint };
         assert_eq!(refused(DType::F16, DType::F32), of("param_dtype", "f16", SCALE));
         assert_eq!(refused(DType::BF16, DType::F16), of("reduce_dtype", "f16", SCALE));
-        assert_eq!(refused(DType::U8, DType::F32), of("param_dtype", "u8", ANY_REAL));
+        assert_eq!(refused(DType::U8, DType::F32), of("param_dtype", "u8", TRAINABLE_FLOATS));
         Precision::mixed(DType::F16, DType::F32).check(true).unwrap();
         Precision::mixed(DType::BF16, DType::BF16).check(false).unwrap();
     }

@@ -11,7 +11,8 @@ use crate::error::{Error, Result};
 /// The file with the sizes and properties of a model.
 pub(crate) const CONFIG: &str = "config.json";
 
-/// Size limit of a file that is read into memory. No configuration or text is longer.
+/// Size limit of a file that this module reads into memory. Configurations, tokenizers and records
+/// of runs are far smaller.
 const MAX_BYTES: u64 = 1 << 30;
 
 /// Reads a file, or returns `None` if it does not exist.

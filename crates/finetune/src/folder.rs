@@ -139,7 +139,7 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// Returns [`FolderError::NoWeights`] or [`FolderError::OtherFormat`] if there are no
+    /// Returns [`FolderError::NoWeights`] or [`FolderError::UnsupportedFormat`] if there are no
     /// safetensors files, and [`FolderError::Weights`] if they are damaged or incomplete.
     pub fn weights(&self) -> Result<StoredWeights> {
         if [ONE_FILE, INDEX].iter().any(|name| self.path.join(name).is_file()) {
@@ -147,7 +147,7 @@ impl Folder {
         }
         let path = self.path.clone();
         Err(match unsupported_weights(&self.path)? {
-            Some(file) => FolderError::OtherFormat { path, file },
+            Some(file) => FolderError::UnsupportedFormat { path, file },
             None => FolderError::NoWeights { path },
         }
         .into())

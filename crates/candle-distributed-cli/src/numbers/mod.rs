@@ -350,6 +350,15 @@ mod tests {
     }
 
     #[test]
+    fn words_above_the_length_limit_are_refused() {
+        assert_eq!(lengths_in("0".repeat(4096)), Ok(vec![0]));
+        for n_digits in [4097, 20_000] {
+            let fault = lengths_in("0".repeat(n_digits)).unwrap_err();
+            assert!(fault.contains("is longer than 4096 bytes: \"000"), "{fault}");
+        }
+    }
+
+    #[test]
     fn largest_length_sets_the_width() {
         let short = load(b"12 0\r\n\t4294967295\x0c7");
         assert_eq!(short, SequenceLengthList::Short(vec![12, 0, u32::MAX, 7]));

@@ -17,7 +17,7 @@ use indicatif::ProgressBar;
 use crate::{
     error::Result,
     output,
-    train::{curve, measured::PeakMemory},
+    train::{comparison::PeakMemory, curve},
 };
 
 /// The number of progress lines that a run prints.

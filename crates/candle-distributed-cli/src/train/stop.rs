@@ -54,10 +54,17 @@ fn end_when_asked_again(mut interrupts: Signals) {
     }
 }
 
-/// Returns true if a SIGINT at this time is a second request.
+/// Returns true if a SIGINT at this time is a second request. Records the time of the first SIGINT,
+/// for which it returns false.
 #[cfg(unix)]
 fn is_asked_again(first: &mut Option<Instant>, now: Instant) -> bool {
-    now.duration_since(*first.get_or_insert(now)) >= SAME_REQUEST
+    match *first {
+        None => {
+            *first = Some(now);
+            false
+        }
+        Some(first) => now.duration_since(first) >= SAME_REQUEST,
+    }
 }
 
 /// Returns the signals that ask a program to end. SIGHUP is left out if the program ignores it.

@@ -243,7 +243,7 @@ fn dry_run_compares_and_writes_nothing() {
         }
     }
     let whole = text(&train);
-    assert!(whole.contains("is not sharded sends nothing"), "{whole}");
+    assert!(whole.contains("a run that is not sharded has no plan"), "{whole}");
     assert!(support::run::contents(&home.at("")) == before);
     assert!(run(&["report", &home.path("")]).status.code() == Some(2));
 }

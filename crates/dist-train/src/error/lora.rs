@@ -50,7 +50,7 @@ pub enum LoraError {
         "{} has the shape {shape:?}, which does not fit adapters of LoRA rank {rank}",
         Printable(name)
     )]
-    OtherRank {
+    RankMismatch {
         /// The matrix.
         name: String,
         /// The shape.

@@ -19,7 +19,7 @@ pub enum ShardingError {
         "a plan of {replicas} replicas of {group} ranks needs a mesh of several axes, the last of \
          size {group}"
     )]
-    Replicas {
+    ReplicaMismatch {
         /// The number of ranks of a shard group.
         group: u64,
         /// The number of groups.
@@ -37,7 +37,7 @@ pub enum ShardingError {
     },
     /// Two rules define the same unit.
     #[error("there are two units named {unit:?}: name all prefixes of a unit at once")]
-    SameUnit {
+    DuplicateUnit {
         /// The name.
         unit: String,
     },
@@ -59,7 +59,7 @@ pub enum ShardingError {
     },
     /// A given plan differs from the model in its parameters or units.
     #[error("the plan does not fit the model: {reason}")]
-    OtherPlan {
+    PlanMismatch {
         /// The difference.
         reason: String,
     },

@@ -184,7 +184,7 @@ pub enum TrainingError {
         "replica {left} enters the units {}, replica {right} enters {}",
         left_units.join(", "), right_units.join(", ")
     )]
-    OtherUnits {
+    UnitMismatch {
         /// The first slot of the shard group.
         left: usize,
         /// The units it entered, in order.
@@ -235,7 +235,7 @@ pub enum TrainingError {
     },
     /// Two groups have the same name.
     #[error("there are two groups named {name:?}")]
-    SameGroup {
+    DuplicateGroup {
         /// The name.
         name: String,
     },
@@ -256,7 +256,7 @@ pub enum TrainingError {
         "{first} and {second} are one variable under two names: ask for one name twice in the \
          constructor"
     )]
-    SameVariable {
+    DuplicateVariable {
         /// The first name.
         first: String,
         /// The second name.
@@ -270,13 +270,13 @@ pub enum TrainingError {
     },
     /// The processes of the mesh built different models.
     #[error("replicas 0 and {replica} have different variables")]
-    OtherModel {
+    ModelMismatch {
         /// The first replica with variables of different names, shapes or dtypes.
         replica: usize,
     },
     /// The processes of the mesh set an option of a model differently.
     #[error("replicas 0 and {replica} have different values of `{option}`")]
-    OtherOption {
+    OptionMismatch {
         /// The name of the method that sets the option.
         option: &'static str,
         /// The first replica with a different value.

@@ -23,7 +23,7 @@ use rayon::ThreadPool;
 /// batches. Dropping the iterator cancels the batches that no thread has started.
 #[must_use = "iterators are lazy and do nothing unless consumed"]
 pub struct Feeding<I: Iterator, F, T> {
-    batches: Fuse<I>,
+    inputs: Fuse<I>,
     f: Arc<F>,
     /// Token of the consumer; jobs check that it still exists before they start.
     taker: Arc<()>,
@@ -35,9 +35,9 @@ pub struct Feeding<I: Iterator, F, T> {
 }
 
 impl<I: Iterator, F, T> Feeding<I, F, T> {
-    pub(super) fn new(batches: I, f: F, pool: Option<ThreadPool>, depth: usize) -> Self {
-        let batches = batches.fuse();
-        Self { batches, f: Arc::new(f), taker: Arc::new(()), pool, depth, ahead: VecDeque::new() }
+    pub(super) fn new(inputs: I, f: F, pool: Option<ThreadPool>, depth: usize) -> Self {
+        let inputs = inputs.fuse();
+        Self { inputs, f: Arc::new(f), taker: Arc::new(()), pool, depth, ahead: VecDeque::new() }
     }
 }
 
@@ -50,14 +50,14 @@ where
     type Item = T;
 
     fn next(&mut self) -> Option<T> {
-        let Some(pool) = &self.pool else { return self.batches.next().map(&*self.f) };
+        let Some(pool) = &self.pool else { return self.inputs.next().map(&*self.f) };
         let start = |item| start_job(pool, &self.f, &self.taker, item);
         let n_missing = self.depth - self.ahead.len();
-        self.ahead.extend(self.batches.by_ref().take(n_missing).map(start));
+        self.ahead.extend(self.inputs.by_ref().take(n_missing).map(start));
         let next = self.ahead.pop_front()?;
         // Refills the queue before waiting, so that the threads stay busy during the step of this
         // batch.
-        self.ahead.extend(self.batches.next().map(start));
+        self.ahead.extend(self.inputs.next().map(start));
         #[expect(
             clippy::expect_used,
             reason = "a job is skipped only after the consumer is dropped"
@@ -67,7 +67,7 @@ where
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
-        let (least, most) = self.batches.size_hint();
+        let (least, most) = self.inputs.size_hint();
         let ahead = self.ahead.len();
         (least.saturating_add(ahead), most.and_then(|most| most.checked_add(ahead)))
     }

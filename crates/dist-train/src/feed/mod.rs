@@ -9,13 +9,13 @@ use crate::error::{Error, Result};
 
 /// Makes batches on background threads while steps run, like the workers of PyTorch's `DataLoader`.
 ///
-/// `batches` yields the inputs, such as the steps of a sampler, and [`collate`](Feed::collate) sets
-/// the function that makes a batch. The result equals `batches.map(f)`, in order, for any number of
+/// Each of the `inputs`, such as the steps of a sampler, becomes a batch, by the function that
+/// [`collate`](Feed::collate) sets. The result equals `inputs.map(f)`, in order, for any number of
 /// threads.
 ///
 /// # Determinism
 ///
-/// As deterministic as `batches` and the function. Random numbers in the function must depend on
+/// As deterministic as `inputs` and the function. Random numbers in the function must depend on
 /// its input, such as the index of the step, and not on a generator shared by threads.
 ///
 /// # Examples
@@ -33,15 +33,15 @@ use crate::error::{Error, Result};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[doc(alias = "DataLoader")]
-pub fn feed<I: IntoIterator>(batches: I) -> Feed<I::IntoIter> {
-    Feed { batches: batches.into_iter(), threads: 1, depth: None }
+pub fn feed<I: IntoIterator>(inputs: I) -> Feed<I::IntoIter> {
+    Feed { inputs: inputs.into_iter(), threads: 1, depth: None }
 }
 
 /// A builder for [`feed`]: the number of threads and of prefetched batches.
 #[derive(Clone, Debug)]
 #[must_use = "nothing is made before `collate`"]
 pub struct Feed<I> {
-    batches: I,
+    inputs: I,
     threads: usize,
     depth: Option<usize>,
 }
@@ -77,10 +77,10 @@ impl<I: Iterator> Feed<I> {
         T: Send + 'static,
         F: Fn(I::Item) -> T + Send + Sync + 'static,
     {
-        let Self { batches, threads, depth } = self;
+        let Self { inputs, threads, depth } = self;
         let depth = depth.unwrap_or(threads.saturating_mul(2));
         if threads == 0 {
-            return Ok(Feeding::new(batches, f, None, 0));
+            return Ok(Feeding::new(inputs, f, None, 0));
         }
         let name = "the number of batches that are made ahead";
         Error::check_setting(depth > 0, name, 0.0, "at least 1")?;
@@ -89,6 +89,6 @@ impl<I: Iterator> Feed<I> {
             .thread_name(|thread| format!("feed-{thread}"))
             .build()
             .map_err(|cause| Error::Threads { threads, cause })?;
-        Ok(Feeding::new(batches, f, Some(pool), depth))
+        Ok(Feeding::new(inputs, f, Some(pool), depth))
     }
 }

@@ -133,7 +133,7 @@ impl AdapterConfig {
     ///
     /// # Errors
     ///
-    /// Returns [`LoraError::NotTargeted`], [`LoraError::OtherRank`] or [`LoraError::Unmatched`]
+    /// Returns [`LoraError::NotTargeted`], [`LoraError::RankMismatch`] or [`LoraError::Unmatched`]
     /// otherwise.
     #[expect(clippy::expect_used, reason = "the callers pass adapter matrices only")]
     pub(crate) fn check_matrices(&self, matrices: &[&ParameterInfo]) -> Result<(), LoraError> {
@@ -147,7 +147,7 @@ impl AdapterConfig {
             }
             if matrix.shape().get(rank_dim) != Some(&(self.rank as u64)) {
                 let shape = matrix.shape().to_vec();
-                return Err(LoraError::OtherRank {
+                return Err(LoraError::RankMismatch {
                     name: matrix.name().to_owned(),
                     shape,
                     rank: self.rank,

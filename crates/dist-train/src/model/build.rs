@@ -84,9 +84,9 @@ impl<M> ModelBuilder<'_, M> {
         settings::check(mesh, &[("the optimizers' learning rates", fingerprint)])?;
         Ok(DistributedModel {
             mesh: mesh.clone(),
-            rates: Rates::new(groups, rates, config.options.schedule),
+            rates: Rates::new(groups, rates, config.step_options.schedule),
             inventory,
-            options: config.options,
+            options: config.step_options,
             precision: config.precision,
             progress: Progress { steps: 0, batches: 0, seed: config.rng_seed },
             slots,
@@ -101,8 +101,8 @@ impl<M> ModelBuilder<'_, M> {
         } else {
             self.sharding.check_replicated()?;
         }
-        self.config.precision.check(self.config.options.allow_non_finite)?;
-        self.config.options.check()
+        self.config.precision.check(self.config.step_options.allow_non_finite)?;
+        self.config.step_options.check()
     }
 
     fn build_layout<O: Optimizer>(

@@ -14,7 +14,7 @@ use crate::{
     parameters::{Initializer, declare::Declared},
     precision::Precision,
     schedule::Schedule,
-    units::{Units, accumulation::Accumulation, keep::Keep, rules::UnitRules},
+    units::{Units, accumulation::Accumulation, keep_rules::Keep, rules::UnitRules},
 };
 
 /// Builds a [`DistributedModel`](crate::DistributedModel); created by
@@ -187,7 +187,7 @@ impl<'a, M> ModelBuilder<'a, M> {
     /// Allows the parameters that a pattern matches to be missing from the
     /// [`weights`](Self::weights): they are initialized from the [seed](Self::init).
     pub fn allow_missing<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
-        self.config.choices.missing.extend(texts(patterns));
+        self.config.role_patterns.missing.extend(texts(patterns));
         self
     }
 
@@ -197,7 +197,7 @@ impl<'a, M> ModelBuilder<'a, M> {
         mut self,
         patterns: impl IntoIterator<Item = S>,
     ) -> Self {
-        self.config.choices.unexpected.extend(texts(patterns));
+        self.config.role_patterns.unexpected.extend(texts(patterns));
         self
     }
 
@@ -209,7 +209,7 @@ impl<'a, M> ModelBuilder<'a, M> {
     /// Slots on the first device use these variables directly, so between steps the variables
     /// contain the trained values. A sharded model has no such variables and rejects the option.
     pub fn with_variables(mut self, vars: &VarMap) -> Self {
-        self.config.map = Some(vars.clone());
+        self.config.var_map = Some(vars.clone());
         self
     }
 
@@ -273,7 +273,7 @@ impl<'a, M> ModelBuilder<'a, M> {
     /// Buffers are never trained, and buffers that a pattern matches are still changed by the
     /// forward pass: run a frozen batch norm with `train = false`.
     pub fn freeze<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
-        self.config.choices.frozen.extend(texts(patterns));
+        self.config.role_patterns.frozen.extend(texts(patterns));
         self
     }
 
@@ -283,7 +283,7 @@ impl<'a, M> ModelBuilder<'a, M> {
     /// weights, which is not checked. (For a new head on a frozen model, or the adapters of
     /// [`Lora`](crate::Lora).)
     pub fn train_only<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
-        self.config.choices.trained.extend(texts(patterns));
+        self.config.role_patterns.trained.extend(texts(patterns));
         self
     }
 
@@ -291,7 +291,7 @@ impl<'a, M> ModelBuilder<'a, M> {
     /// including the parameters of a unit that is not entered. Otherwise this is an error.
     /// Optimizers skip parameters without a gradient.
     pub fn allow_unused<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
-        self.config.choices.unused.extend(texts(patterns));
+        self.config.role_patterns.unused.extend(texts(patterns));
         self
     }
 
@@ -302,7 +302,7 @@ impl<'a, M> ModelBuilder<'a, M> {
     /// over the slots, weighted by rows; a buffer of integers, which are counts, is set to its
     /// maximum. Buffers are saved with the parameters. A sharded model cannot have buffers.
     pub fn buffers<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
-        self.config.choices.buffers.extend(texts(patterns));
+        self.config.role_patterns.buffers.extend(texts(patterns));
         self
     }
 
@@ -313,7 +313,7 @@ impl<'a, M> ModelBuilder<'a, M> {
         name: impl Into<String>,
         patterns: impl IntoIterator<Item = S>,
     ) -> Self {
-        self.config.choices.groups.push((name.into(), texts(patterns).collect()));
+        self.config.role_patterns.groups.push((name.into(), texts(patterns).collect()));
         self
     }
 
@@ -321,14 +321,14 @@ impl<'a, M> ModelBuilder<'a, M> {
     /// [`PMap::in_axes`](pmap_mesh::PMap::in_axes). By default every tensor is split along
     /// dimension 0.
     pub fn in_axes(mut self, specs: impl Into<Specs>) -> Self {
-        self.config.options.in_axes = specs.into();
+        self.config.step_options.in_axes = specs.into();
         self
     }
 
     /// Sets the treatment of a batch that does not divide evenly among the slots, like
     /// [`PMap::uneven`](pmap_mesh::PMap::uneven). By default such a batch is rejected.
     pub fn uneven(mut self, uneven: Uneven) -> Self {
-        self.config.options.uneven = uneven;
+        self.config.step_options.uneven = uneven;
         self
     }
 
@@ -336,14 +336,14 @@ impl<'a, M> ModelBuilder<'a, M> {
     /// by PyTorch's `clip_grad_norm_`. By default they are not clipped.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(mut self, max_norm: f64) -> Self {
-        self.config.options.max_norm = Some(max_norm);
+        self.config.step_options.max_norm = Some(max_norm);
         self
     }
 
     /// Multiplies the learning rates by a factor that depends on the number of updates; constant by
     /// default. Checkpoints store the schedule.
     pub fn schedule(mut self, schedule: Schedule) -> Self {
-        self.config.options.schedule = schedule;
+        self.config.step_options.schedule = schedule;
         self
     }
 
@@ -358,7 +358,7 @@ impl<'a, M> ModelBuilder<'a, M> {
     /// Continues training with infinite or NaN losses and gradients, for a loss scaler that then
     /// lowers its factor. By default such a step is an error and changes nothing.
     pub fn allow_non_finite(mut self) -> Self {
-        self.config.options.allow_non_finite = true;
+        self.config.step_options.allow_non_finite = true;
         self
     }
 
@@ -366,7 +366,7 @@ impl<'a, M> ModelBuilder<'a, M> {
     /// by default only [`state_dict`](crate::DistributedModel::state_dict) and
     /// [`save_pretrained`](crate::DistributedModel::save_pretrained) run it. Must be at least 1.
     pub fn check_in_sync_every(mut self, steps: u64) -> Self {
-        self.config.options.check_every = Some(steps);
+        self.config.step_options.check_every = Some(steps);
         self
     }
 }
@@ -450,7 +450,7 @@ impl ModelBuilder<'_, Units> {
     /// Sets the time at which the gradients of [accumulated](crate::DistributedModel::accumulate)
     /// batches are reduced; by default [`Accumulation::ReduceEach`].
     pub fn accumulation(mut self, accumulation: Accumulation) -> Self {
-        self.sharding.reduction = accumulation;
+        self.sharding.accumulation = accumulation;
         self
     }
 

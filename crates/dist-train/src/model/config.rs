@@ -14,8 +14,8 @@ use crate::{
     error::{Result, training::TrainingError},
     parameters::{Initializer, declare::Declared},
     precision::Precision,
-    step::{inventory::Inventory, options::Options, roles::Choices},
-    units::{accumulation::Accumulation, keep::KeepRules},
+    step::{inventory::Inventory, options::StepOptions, roles::RolePatterns},
+    units::{accumulation::Accumulation, keep_rules::KeepRules},
 };
 
 /// Sharing of variables between slots on one device.
@@ -34,10 +34,10 @@ pub(crate) struct ModelConfig {
     pub(crate) precision: Precision,
     pub(crate) initializer: Initializer,
     pub(crate) weights_path: Option<PathBuf>,
-    pub(crate) map: Option<VarMap>,
+    pub(crate) var_map: Option<VarMap>,
     pub(crate) sharing: Sharing,
-    pub(crate) choices: Choices,
-    pub(crate) options: Options,
+    pub(crate) role_patterns: RolePatterns,
+    pub(crate) step_options: StepOptions,
     pub(crate) rng_seed: Seed,
 }
 
@@ -48,24 +48,24 @@ impl Default for ModelConfig {
             precision: Precision::default(),
             initializer: Initializer::Seeded(Seed::new(0)),
             weights_path: None,
-            map: None,
+            var_map: None,
             sharing: Sharing::default(),
-            choices: Choices::default(),
-            options: Options::default(),
+            role_patterns: RolePatterns::default(),
+            step_options: StepOptions::default(),
             rng_seed: Seed::new(0),
         }
     }
 }
 
 impl ModelConfig {
-    /// Returns the inventory of a model with these parameters, in the order of names.
+    /// Returns the inventory of a model with these parameters, in their order.
     ///
     /// # Errors
     ///
-    /// Returns the errors of [`Choices::roles`].
+    /// Returns the errors of [`RolePatterns::roles`].
     pub(crate) fn inventory(&self, declared: &[Declared]) -> Result<Inventory> {
         let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
-        let roles = self.choices.roles(&names)?;
+        let roles = self.role_patterns.roles(&names)?;
         let parameters = declared
             .iter()
             .map(|declared| (declared.name.clone(), declared.shape.dims().to_vec()))
@@ -76,7 +76,7 @@ impl ModelConfig {
     /// Rejects options that do not apply to a sharded model.
     pub(crate) fn check_sharded(&self) -> Result<(), TrainingError> {
         let option = match self {
-            Self { map: Some(_), .. } => "with_variables",
+            Self { var_map: Some(_), .. } => "with_variables",
             Self { sharing: Sharing::PerSlot, .. } => "replicated",
             _ => return Ok(()),
         };
@@ -90,7 +90,7 @@ pub(crate) struct ShardingConfig {
     pub(crate) plan_source: PlanSource,
     pub(crate) keeps: KeepRules,
     pub(crate) n_prefetched: usize,
-    pub(crate) reduction: Accumulation,
+    pub(crate) accumulation: Accumulation,
     pub(crate) updates_in_backward: bool,
 }
 
@@ -111,7 +111,7 @@ impl ShardingConfig {
             Self { plan_source: PlanSource::Ready(_), .. } => "plan",
             Self { keeps, .. } if !keeps.is_empty() => "keep",
             Self { n_prefetched: 1.., .. } => "prefetch",
-            Self { reduction: Accumulation::ReduceLast, .. } => "accumulation",
+            Self { accumulation: Accumulation::ReduceLast, .. } => "accumulation",
             Self { updates_in_backward: true, .. } => "optimizer_in_backward",
             _ => return Ok(()),
         };
@@ -119,11 +119,11 @@ impl ShardingConfig {
     }
 
     /// Rejects options that cannot be combined with optimizers inside the backward pass.
-    pub(crate) fn check_in_backward(&self, options: &Options) -> Result<(), TrainingError> {
+    pub(crate) fn check_in_backward(&self, options: &StepOptions) -> Result<(), TrainingError> {
         let option = match self {
             Self { updates_in_backward: false, .. } => return Ok(()),
             _ if options.max_norm.is_some() => "clip_grad_norm",
-            Self { reduction: Accumulation::ReduceLast, .. } => "accumulation",
+            Self { accumulation: Accumulation::ReduceLast, .. } => "accumulation",
             _ => return Ok(()),
         };
         Err(TrainingError::NeedsAllGradients { option })

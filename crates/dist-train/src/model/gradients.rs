@@ -161,7 +161,7 @@ where
         let items = value.flatten_all().doing(SETTING)?;
         for slot in &self.model.slots {
             let slot = lock(slot);
-            for var in slot.vars.iter().filter(|var| var.trained == Some(trained)) {
+            for var in slot.vars.iter().filter(|var| var.trained_index == Some(trained)) {
                 var.set_items(&items).doing(SETTING)?;
             }
         }

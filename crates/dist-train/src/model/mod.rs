@@ -3,7 +3,7 @@
 mod build;
 pub(crate) mod builder;
 mod config;
-pub(crate) mod doors;
+pub(crate) mod entry_points;
 mod gradients;
 mod layout;
 mod pass;
@@ -44,12 +44,12 @@ use crate::{
     schedule::Schedule,
     step::{
         inventory::Inventory,
-        options::Options,
+        options::StepOptions,
         rates::Rates,
         rules::{Evaluation, Goal, Report, Rules, Step},
     },
     tree,
-    units::keep::Keep,
+    units::keep_rules::Keep,
 };
 
 /// A model with its optimizers, trained by all devices of a mesh. It is built by
@@ -73,15 +73,16 @@ use crate::{
 /// A sharded model also rejects:
 /// - a parameter in no unit, when the model is built;
 /// - buffers, such as a running mean: the forward pass changes them;
-/// - in the first step of a model that enters it, including a [loaded](Self::load) model: a unit
-///   that gives another result when it is recomputed ([`TrainingError::NotRepeatable`]), a unit
-///   that is not entered ([`TrainingError::NotEntered`]), and a parameter that the loss uses
-///   outside the function of its unit without being a result of it
-///   ([`TrainingError::ParameterOutsideUnit`]);
+/// - a unit whose result differs when it is recomputed ([`TrainingError::NotRepeatable`]), and a
+///   parameter that the loss uses outside its unit's function, unless this function returns the
+///   parameter ([`TrainingError::ParameterOutsideUnit`]). Both are found in the first step in which
+///   the model, also a [loaded](Self::load) model, enters the unit;
+/// - a unit that no batch of the first update enters ([`TrainingError::NotEntered`]);
 /// - replicas that enter different units, or in a different order:
 ///   [`CollectiveError::Mismatch`](pmap_mesh::CollectiveError::Mismatch) names both units. With
-///   [prefetching](crate::ModelBuilder::prefetch), it names the units being gathered instead, or
-///   [`TrainingError::OtherUnits`] lists all units that both replicas entered.
+///   [prefetching](crate::ModelBuilder::prefetch), it names the units that were being gathered
+///   instead. If the replicas gathered the same units, the error is
+///   [`TrainingError::UnitMismatch`], which lists all units that each replica entered.
 ///
 /// # Determinism
 ///
@@ -98,7 +99,7 @@ use crate::{
 pub struct DistributedModel<M, O> {
     mesh: DeviceMesh,
     inventory: Arc<Inventory>,
-    options: Options,
+    options: StepOptions,
     precision: Precision,
     progress: Progress,
     rates: Rates,
@@ -126,7 +127,7 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
     /// If the step fails before the optimizers run, no parameter has changed, and accumulated
     /// gradients are dropped. It may fail later because of an optimizer's own error, or because
     /// optimizers run [inside the backward pass](crate::ModelBuilder::optimizer_in_backward). Then
-    /// only some parameters may be updated, and the model rejects everything except
+    /// possibly only some parameters have been updated, and the model rejects everything except
     /// [`load`](Self::load) ([`TrainingError::HalfUpdated`]).
     #[track_caller]
     pub fn step<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Step<A>>
@@ -238,7 +239,8 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
         let report = OnceLock::new();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
             let mut shard = Some(shard);
-            let mut form = None;
+            let mut aux_tree = None;
+            // `pass` may evaluate the loss several times. The last evaluation takes the shard.
             let outcome = pass.replica(ctx, &mut |model, shard_use| {
                 let shard = match shard_use {
                     ShardUse::Repeated => {
@@ -248,14 +250,13 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
                 };
                 let shard = shard.expect("the shard is taken by its last use only");
                 let shard_loss = shapes.explain(shard, |shard| loss(ctx, model, shard))?.into();
-                let (shard_loss, aux_form) = shard_loss.into_leaves();
-                form = Some(aux_form);
+                let (shard_loss, shard_tree) = shard_loss.into_leaves();
+                aux_tree = Some(shard_tree);
                 Ok(shard_loss)
             })?;
-            Ok(outcome.map(|(batch_report, sums)| {
+            Ok(outcome.map(|(batch_report, aux_sums)| {
                 report.get_or_init(|| batch_report);
-                let form = form.expect("a loss was evaluated");
-                loss::with_leaves(&form, sums)
+                loss::with_leaves(&aux_tree.expect("a loss was evaluated"), aux_sums)
             }))
         });
         let call = self.options.configure(call).seed(seed);
@@ -267,8 +268,8 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
 }
 
 impl<M, O> DistributedModel<M, O> {
-    /// Sets the learning rate of all groups, which the factor of the [schedule](Self::set_schedule)
-    /// multiplies.
+    /// Sets the learning rate of all groups. Each update uses this rate times the factor of the
+    /// [schedule](Self::set_schedule).
     ///
     /// # Errors
     ///

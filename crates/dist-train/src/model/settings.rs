@@ -9,7 +9,7 @@ use pmap_mesh::DeviceMesh;
 use crate::{
     error::{Error, Result, training::TrainingError},
     model::config::{ModelConfig, Sharing},
-    step::{inventory::Inventory, options::Options, roles::Role},
+    step::{inventory::Inventory, options::StepOptions, roles::Role},
 };
 
 /// Options that must be equal in all processes, each with a fingerprint of its value, in the order
@@ -20,7 +20,7 @@ pub(crate) type Settings<const N: usize> = [(&'static str, u64); N];
 ///
 /// # Errors
 ///
-/// Returns [`TrainingError::OtherModel`] and [`TrainingError::OtherOption`] with the first
+/// Returns [`TrainingError::ModelMismatch`] and [`TrainingError::OptionMismatch`] with the first
 /// difference, and [`Error::Mesh`](crate::Error::Mesh) if a process does not respond.
 pub(crate) fn check<const N: usize>(mesh: &DeviceMesh, settings: &Settings<N>) -> Result<()> {
     if !mesh.spans_processes() {
@@ -32,8 +32,8 @@ pub(crate) fn check<const N: usize>(mesh: &DeviceMesh, settings: &Settings<N>) -
         let different = by_slot.iter().position(|fingerprints| fingerprints[n] != by_slot[0][n]);
         if let Some(replica) = different {
             let error = match option {
-                VARIABLES => TrainingError::OtherModel { replica },
-                option => TrainingError::OtherOption { option, replica },
+                VARIABLES => TrainingError::ModelMismatch { replica },
+                option => TrainingError::OptionMismatch { option, replica },
             };
             return Err(error.into());
         }
@@ -51,11 +51,12 @@ pub(crate) fn model_settings(
     config: &ModelConfig,
     is_sharded: bool,
 ) -> Settings<16> {
-    let Options { in_axes, uneven, max_norm, schedule, allow_non_finite, check_every } =
-        &config.options;
+    let StepOptions { in_axes, uneven, max_norm, schedule, allow_non_finite, check_every } =
+        &config.step_options;
     let Inventory { roles, .. } = inventory;
-    let in_role =
-        |is_role: fn(Role) -> u64| number_fingerprint(roles.of.iter().map(|&role| is_role(role)));
+    let in_role = |is_role: fn(Role) -> u64| {
+        number_fingerprint(roles.by_variable.iter().map(|&role| is_role(role)))
+    };
     // A value that is neither the bits of a finite norm nor a realistic number of steps.
     let absent = u64::MAX;
     [
@@ -135,7 +136,7 @@ fn group_fingerprint(inventory: &Inventory) -> u64 {
     for group in &inventory.roles.groups {
         fingerprint.write_bytes(group.as_bytes());
     }
-    fingerprint.extend(inventory.roles.of.iter().map(|&role| match role {
+    fingerprint.extend(inventory.roles.by_variable.iter().map(|&role| match role {
         Role::Trained(group) => group as u64,
         Role::Frozen | Role::Buffer => u64::MAX,
     }));
@@ -158,13 +159,13 @@ mod tests {
     use pmap_mesh::Uneven;
 
     use super::*;
-    use crate::step::roles::Choices;
+    use crate::step::roles::RolePatterns;
 
     /// Returns the names of the options that differ between this configuration and the default.
     fn differing(config: &ModelConfig, is_sharded: bool) -> Vec<&'static str> {
         let names = ["a", "b"];
         let settings = |config: &ModelConfig, is_sharded| {
-            let roles = config.choices.roles(&names).unwrap();
+            let roles = config.role_patterns.roles(&names).unwrap();
             let parameters = names.map(|name| (name.to_owned(), vec![3])).to_vec();
             model_settings(&Inventory { parameters, roles }, [DType::F32; 2], config, is_sharded)
         };
@@ -178,21 +179,22 @@ mod tests {
     fn every_option_is_compared_by_its_name() {
         let b = || vec!["b".to_owned()];
         let usual = ModelConfig::default;
-        let of_choices = |choices| differing(&ModelConfig { choices, ..usual() }, false);
-        let choices = Choices::default;
-        assert_eq!(of_choices(choices()), [""; 0]);
-        assert_eq!(of_choices(Choices { frozen: b(), ..choices() })[0], "freeze");
-        assert_eq!(of_choices(Choices { buffers: b(), ..choices() })[0], "buffers");
-        assert_eq!(of_choices(Choices { unused: b(), ..choices() }), ["allow_unused"]);
+        let of_patterns =
+            |role_patterns| differing(&ModelConfig { role_patterns, ..usual() }, false);
+        let patterns = RolePatterns::default;
+        assert_eq!(of_patterns(patterns()), [""; 0]);
+        assert_eq!(of_patterns(RolePatterns { frozen: b(), ..patterns() })[0], "freeze");
+        assert_eq!(of_patterns(RolePatterns { buffers: b(), ..patterns() })[0], "buffers");
+        assert_eq!(of_patterns(RolePatterns { unused: b(), ..patterns() }), ["allow_unused"]);
         let groups = vec![("x".to_owned(), b())];
-        assert_eq!(of_choices(Choices { groups, ..choices() }), ["group"]);
-        let of = |options| differing(&ModelConfig { options, ..usual() }, false);
-        let options = Options::default;
-        assert_eq!(of(Options { in_axes: None.into(), ..options() }), ["in_axes"]);
-        assert_eq!(of(Options { uneven: Uneven::Pad, ..options() }), ["uneven"]);
-        assert_eq!(of(Options { max_norm: Some(0.0), ..options() }), ["clip_grad_norm"]);
-        assert_eq!(of(Options { allow_non_finite: true, ..options() }), ["allow_non_finite"]);
-        assert_eq!(of(Options { check_every: Some(1), ..options() }), ["check_in_sync_every"]);
+        assert_eq!(of_patterns(RolePatterns { groups, ..patterns() }), ["group"]);
+        let of = |step_options| differing(&ModelConfig { step_options, ..usual() }, false);
+        let options = StepOptions::default;
+        assert_eq!(of(StepOptions { in_axes: None.into(), ..options() }), ["in_axes"]);
+        assert_eq!(of(StepOptions { uneven: Uneven::Pad, ..options() }), ["uneven"]);
+        assert_eq!(of(StepOptions { max_norm: Some(0.0), ..options() }), ["clip_grad_norm"]);
+        assert_eq!(of(StepOptions { allow_non_finite: true, ..options() }), ["allow_non_finite"]);
+        assert_eq!(of(StepOptions { check_every: Some(1), ..options() }), ["check_in_sync_every"]);
         let sharing = Sharing::PerSlot;
         assert_eq!(differing(&ModelConfig { sharing, ..usual() }, false), ["replicated"]);
         let rng_seed = Seed::new(1);

@@ -31,8 +31,8 @@ pub(crate) struct Slot<O> {
     pub(crate) optimizers: Vec<SlotOptimizer<O>>,
     /// Totals of the batches since the last update.
     pub(crate) totals: Option<Totals>,
-    /// Squared norms of the gradients with which the current backward pass has updated parameters,
-    /// one per trained parameter of the model; 0 for the others.
+    /// For each trained parameter of the model, the squared norm of the gradient with which the
+    /// current backward pass has updated the parameter, or 0 if it has not.
     pub(crate) squared_norms: Vec<f64>,
     /// Whether a step started to update parameters and did not finish.
     pub(crate) is_half_updated: bool,
@@ -49,7 +49,7 @@ pub(crate) struct SlotVar {
     /// The index of the first item in the parameter.
     pub(crate) start: usize,
     /// The parameter's index among the trained parameters; `None` if it is not trained.
-    pub(crate) trained: Option<usize>,
+    pub(crate) trained_index: Option<usize>,
     /// Whether this slot reports the gradient of these items, if several slots store them.
     pub(crate) is_primary: bool,
     /// Whether this slot writes the variable to checkpoints.
@@ -137,15 +137,15 @@ impl<O> Slot<O> {
         self.totals.take()
     }
 
-    /// Returns the indices of the variables that belong to the trained parameters `params`, each
-    /// with the index of its parameter among all trained parameters.
-    pub(crate) fn vars_of(&self, params: &[usize]) -> Vec<(usize, usize)> {
+    /// Returns the indices of the variables that belong to the parameters `trained`, each with the
+    /// index of its parameter. Both are indices among all trained parameters.
+    pub(crate) fn vars_of(&self, trained: &[usize]) -> Vec<(usize, usize)> {
         let mut vars = Vec::new();
         for (index, var) in self.vars.iter().enumerate() {
-            if let Some(param) = var.trained
-                && params.contains(&param)
+            if let Some(trained_index) = var.trained_index
+                && trained.contains(&trained_index)
             {
-                vars.push((index, param));
+                vars.push((index, trained_index));
             }
         }
         vars
@@ -156,8 +156,8 @@ impl<O> Slot<O> {
     pub(crate) fn local_squared_norms(&self, sums: &[(usize, Tensor)]) -> CandleResult<Vec<f64>> {
         let mut squared_norms = vec![0.0; self.squared_norms.len()];
         for (var, sum) in sums {
-            if let SlotVar { is_primary: true, trained: Some(trained), .. } = self.vars[*var] {
-                squared_norms[trained] += clip::squared_norm(sum)?;
+            if let SlotVar { is_primary: true, trained_index: Some(index), .. } = self.vars[*var] {
+                squared_norms[index] += clip::squared_norm(sum)?;
             }
         }
         Ok(squared_norms)
@@ -263,6 +263,7 @@ impl<O: StatefulOptimizer> Slot<O> {
     ) -> Result<()> {
         for (index, var) in self.vars.iter().enumerate().filter(|(_, var)| var.is_saved) {
             let key = var.key(inventory);
+            // `add_state` leaves out the master weights, which replace the variable's value.
             let master = match self.optimizer_of(index) {
                 Some((optimizer, position)) => {
                     add_state(state, local_slot, key, optimizer, position)?
@@ -276,8 +277,9 @@ impl<O: StatefulOptimizer> Slot<O> {
         Ok(())
     }
 
-    /// Checks, before anything changes, that this slot can load a checkpoint: integers stay
-    /// integers, and the optimizers have all state of their variables.
+    /// Checks, before anything changes, that this slot can load a checkpoint: that the checkpoint
+    /// has each variable in the same dtype or in another floating-point dtype, and that it has all
+    /// optimizer state of each variable.
     ///
     /// # Errors
     ///

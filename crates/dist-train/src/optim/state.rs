@@ -104,7 +104,8 @@ impl VariableState {
             named.push((name, tensor.as_detached_tensor()));
         }
         if let Some(master) = self.variable.master() {
-            self.variable.adopt()?;
+            // The caller may have changed the variable.
+            self.variable.refresh_master()?;
             named.push((MASTER, master.as_detached_tensor()));
         }
         Ok(named)

@@ -70,7 +70,7 @@ pub fn parameter_infos<'a>(
 /// Describes declared parameters to a planner, sorted like in [`parameter_infos`].
 pub(crate) fn declared_infos(declared: &[Declared], roles: &Roles) -> Result<Vec<ParameterInfo>> {
     let mut infos = Vec::with_capacity(declared.len());
-    for (declared, role) in declared.iter().zip(&roles.of) {
+    for (declared, role) in declared.iter().zip(&roles.by_variable) {
         let shape: Vec<u64> = declared.shape.dims().iter().map(|&dim| dim as u64).collect();
         let dtype = elem_type(&declared.name, declared.dtype)?;
         let info = ParameterInfo::new(declared.name.as_str(), shape, dtype)?;

@@ -17,7 +17,7 @@ use dist_checkpoint::{
 use self::declare::Declared;
 use crate::{
     error::{Doing, Result, training::TrainingError},
-    step::roles::Choices,
+    step::roles::RolePatterns,
 };
 
 /// The source of initial values for parameters without pretrained weights.
@@ -107,24 +107,24 @@ pub(crate) struct InitialValues {
 
 impl InitialValues {
     /// Prepares initial values: from pretrained weights, and otherwise from `init`. The weights
-    /// must match the model except for names that `choices` allows. `declared` has a flag for each
+    /// must match the model except for names that `patterns` allow. `declared` has a flag for each
     /// parameter: whether it needs a value, because it does not have one already.
     ///
     /// # Errors
     ///
     /// Returns [`TrainingError::TwoValues`] if the weights contain a parameter that already has a
-    /// value, and the errors of [`StoredWeights::open`], [`StoredWeights::check_fits`] and of the
-    /// choices' patterns.
+    /// value, and the errors of [`StoredWeights::open`], [`StoredWeights::check_fits`] and of
+    /// the patterns.
     pub(crate) fn new<'a>(
         init: Initializer,
         weights: Option<&Path>,
-        choices: &Choices,
+        patterns: &RolePatterns,
         declared: impl Iterator<Item = (&'a Declared, bool)>,
     ) -> Result<Self> {
         let (new, existing): (Vec<_>, Vec<_>) = declared.partition(|(_, needs_value)| *needs_value);
         let all = new.iter().chain(&existing).map(|(declared, _)| declared.name.as_str());
-        let missing = choices.missing(&all.collect::<Vec<_>>())?;
-        let unexpected = choices.unexpected()?;
+        let missing = patterns.missing(&all.collect::<Vec<_>>())?;
+        let unexpected = patterns.unexpected()?;
         let Some(path) = weights else { return Ok(Self { init, weights: None }) };
         let weights = StoredWeights::open(path)?;
         let duplicate = existing.iter().find(|(declared, _)| weights.contains(&declared.name));

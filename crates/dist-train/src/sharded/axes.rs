@@ -30,6 +30,6 @@ pub(super) fn for_plan(mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<PlanAxe
             let names = replicas.iter().map(|(name, _)| (*name).to_owned());
             Ok(PlanAxes { shard: shard.into(), replica: Some(names.collect()) })
         }
-        _ => Err(ShardingError::Replicas { group, replicas: plan.replicas() }),
+        _ => Err(ShardingError::ReplicaMismatch { group, replicas: plan.replicas() }),
     }
 }

@@ -34,7 +34,7 @@ pub(crate) struct ShardedVars {
     slots: Vec<Vec<ShardVar>>,
 }
 
-/// One contiguous shard of a parameter on one slot.
+/// A contiguous shard of a parameter on one slot.
 #[derive(Clone, Debug)]
 pub(crate) struct ShardVar {
     /// The index of the parameter in the plan.
@@ -56,8 +56,8 @@ impl ShardedVars {
     /// # Errors
     ///
     /// Returns [`ShardingError::World`] if the plan's number of ranks differs from the mesh's
-    /// number of slots, [`ShardingError::Replicas`] if the plan has replicas and the mesh has
-    /// another shape, the errors of `source`, and [`Error::Tensor`] if candle fails.
+    /// number of slots, [`ShardingError::ReplicaMismatch`] if the plan has replicas and the
+    /// mesh has another shape, the errors of `source`, and [`Error::Tensor`] if candle fails.
     pub(crate) fn new<'a, N: Iterator<Item = &'a str>>(
         mesh: &DeviceMesh,
         plan: ShardingPlan,
@@ -74,12 +74,12 @@ impl ShardedVars {
                 _ => plan.shard_group().as_usize(),
             };
             let ranks_here = runs::ranks(plan.world_size()).skip(mesh.local_slots().start);
-            for ((rank, parts), device) in ranks_here.zip(&mut slots).zip(mesh.devices()) {
+            for ((rank, shards), device) in ranks_here.zip(&mut slots).zip(mesh.devices()) {
                 for run in runs::rank_runs(&plan, param_idx, rank)? {
                     let start = run.start;
                     let var = variable(&source(info, run)?, device)?;
                     let is_primary = rank.as_usize() < n_primary;
-                    parts.push(ShardVar { param_idx, start, var, is_primary });
+                    shards.push(ShardVar { param_idx, start, var, is_primary });
                 }
             }
         }
@@ -93,7 +93,7 @@ impl ShardedVars {
     }
 
     /// Returns the shards of a slot of this process, in plan order.
-    pub(crate) fn parts(&self, slot: usize) -> &[ShardVar] {
+    pub(crate) fn shards(&self, slot: usize) -> &[ShardVar] {
         &self.slots[slot - self.mesh.local_slots().start]
     }
 
@@ -110,7 +110,9 @@ impl ShardedVars {
     /// Returns [`ParameterError::Unknown`], [`Error::Tensor`] if candle fails, or [`Error::Mesh`]
     /// if a process does not respond.
     pub(crate) fn gather(&self, name: &str) -> Result<Tensor> {
-        self.gather_with(name, |slot, part| Some(self.slots[slot][part].var.as_detached_tensor()))
+        self.gather_with(name, |local_slot, shard_idx| {
+            Some(self.slots[local_slot][shard_idx].var.as_detached_tensor())
+        })
     }
 
     /// Gathers a full tensor from values for the shards of a parameter. `value` is called with the
@@ -128,38 +130,40 @@ impl ShardedVars {
         let param_idx = units::index_of(&self.plan, name)?;
         let missing = || ParameterError::Missing { name: name.to_owned() };
         let mut local_values = vec![Vec::new(); self.slots.len()];
-        for (slot, parts) in self.slots.iter().enumerate() {
-            for (n, part) in parts.iter().enumerate() {
-                if part.param_idx == param_idx {
-                    local_values[slot].push(value(slot, n).ok_or_else(missing)?);
+        for (local_slot, shards) in self.slots.iter().enumerate() {
+            for (shard_idx, shard) in shards.iter().enumerate() {
+                if shard.param_idx == param_idx {
+                    let shard_value = value(local_slot, shard_idx).ok_or_else(missing)?;
+                    local_values[local_slot].push(shard_value);
                 }
             }
         }
         let values_by_slot = self.mesh.process_allgather(local_values)?;
         let mut by_start = BTreeMap::new();
-        // The slots after the first shard group have the same shards again.
+        // `zip` ends with the first shard group, since the other groups hold the same shards.
+        // Copies of a replicated parameter have the same start, so the map keeps one of them.
         for (rank, values) in runs::ranks(self.plan.shard_group()).zip(values_by_slot) {
             let runs = runs::rank_runs(&self.plan, param_idx, rank)?;
             by_start.extend(runs.into_iter().map(|run| run.start).zip(values));
         }
         let device = &self.mesh.devices()[0];
         let moved: candle_core::Result<Vec<_>> =
-            by_start.values().map(|run| move_to_device(run, device)).collect();
-        let runs = moved.doing("moving the shards of a parameter")?;
-        self.join(param_idx, &runs, device)
+            by_start.values().map(|shard| move_to_device(shard, device)).collect();
+        let shards = moved.doing("moving the shards of a parameter")?;
+        self.join(param_idx, &shards, device)
     }
 
     fn dtype(&self, param_idx: usize) -> Result<DType> {
         Ok(runs::dtype(self.info(param_idx))?)
     }
 
-    /// Joins the ranges of a parameter, in order.
-    fn join(&self, param_idx: usize, runs: &[Tensor], device: &Device) -> Result<Tensor> {
+    /// Joins the shards of a parameter, in order.
+    fn join(&self, param_idx: usize, shards: &[Tensor], device: &Device) -> Result<Tensor> {
         let shape = runs::shape(self.info(param_idx));
-        let result = match runs {
+        let result = match shards {
             [] => Tensor::zeros(shape, self.dtype(param_idx)?, device),
             [only] => only.reshape(shape),
-            runs => Tensor::cat(runs, 0).and_then(|items| items.reshape(shape)),
+            shards => Tensor::cat(shards, 0).and_then(|items| items.reshape(shape)),
         };
         result.doing("joining the shards of a parameter")
     }

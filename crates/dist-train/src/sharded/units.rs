@@ -260,9 +260,12 @@ impl ShardedVars {
 
     /// Returns a new variable with the value of a parameter that every slot stores in full.
     fn copy(&self, ctx: &Replica, param_idx: usize) -> candle_core::Result<Var> {
-        let own_parts = self.parts(ctx.slot()).iter().filter(|part| part.param_idx == param_idx);
-        let runs: Vec<Tensor> = own_parts.map(|part| part.var.as_detached_tensor()).collect();
-        let whole = self.join(param_idx, &runs, ctx.device())?;
+        let own_shards = self.shards(ctx.slot()).iter();
+        let values: Vec<Tensor> = own_shards
+            .filter(|shard| shard.param_idx == param_idx)
+            .map(|shard| shard.var.as_detached_tensor())
+            .collect();
+        let whole = self.join(param_idx, &values, ctx.device())?;
         let dtype = self.precision.compute_dtype(whole.dtype());
         Var::from_tensor(&whole.to_dtype(dtype)?)
     }
@@ -394,7 +397,7 @@ impl ShardedVars {
         position: usize,
         sum: &Tensor,
     ) -> candle_core::Result<Tensor> {
-        sum.to_dtype(widened_dtype(self.parts(ctx.slot())[position].var.dtype()))
+        sum.to_dtype(widened_dtype(self.shards(ctx.slot())[position].var.dtype()))
     }
 
     /// Sums the sums of this slot's shard group over all shard groups.
@@ -422,10 +425,11 @@ impl ShardedVars {
 
     /// Returns the indices of this slot's shards of some parameters, in the order of their layout.
     fn own_positions(&self, ctx: &Replica, params: &[usize]) -> Vec<usize> {
-        let parts = self.parts(ctx.slot());
+        let shards = self.shards(ctx.slot());
         let mut positions = Vec::new();
         for &param_idx in params {
-            positions.extend((0..parts.len()).filter(|&part| parts[part].param_idx == param_idx));
+            let indices = 0..shards.len();
+            positions.extend(indices.filter(|&index| shards[index].param_idx == param_idx));
         }
         positions
     }
@@ -433,11 +437,11 @@ impl ShardedVars {
     /// Returns this slot's shards of some parameters, in the dtype in which they are gathered.
     fn own_runs(&self, ctx: &Replica, params: &[usize]) -> candle_core::Result<Vec<Tensor>> {
         let positions = self.own_positions(ctx, params);
-        let parts = self.parts(ctx.slot());
+        let shards = self.shards(ctx.slot());
         let mut runs = Vec::with_capacity(positions.len());
         for position in positions {
-            let part = parts[position].var.as_detached_tensor();
-            runs.push(part.to_dtype(self.precision.compute_dtype(part.dtype()))?);
+            let shard = shards[position].var.as_detached_tensor();
+            runs.push(shard.to_dtype(self.precision.compute_dtype(shard.dtype()))?);
         }
         Ok(runs)
     }

@@ -10,7 +10,7 @@ use crate::{
 
 /// Options of a builder for every step.
 #[derive(Clone, Debug)]
-pub(crate) struct Options {
+pub(crate) struct StepOptions {
     pub(crate) in_axes: Specs,
     pub(crate) uneven: Uneven,
     pub(crate) max_norm: Option<f64>,
@@ -20,7 +20,7 @@ pub(crate) struct Options {
     pub(crate) check_every: Option<u64>,
 }
 
-impl Default for Options {
+impl Default for StepOptions {
     fn default() -> Self {
         Self {
             in_axes: Some(0).into(),
@@ -33,7 +33,7 @@ impl Default for Options {
     }
 }
 
-impl Options {
+impl StepOptions {
     /// Rejects invalid settings.
     pub(crate) fn check(&self) -> Result<()> {
         self.max_norm.map_or(Ok(()), clip::check_max_norm)?;

@@ -11,27 +11,28 @@ use crate::{
 #[derive(Clone, Debug)]
 pub(crate) struct Rates {
     /// The name of each group and its rate without the schedule's factor, in group order.
-    group_rates: Vec<(String, f64)>,
+    base_rates: Vec<(String, f64)>,
     schedule: Schedule,
 }
 
 impl Rates {
-    pub(crate) fn new(groups: &[String], own: Vec<f64>, schedule: Schedule) -> Self {
-        Self { group_rates: groups.iter().cloned().zip(own).collect(), schedule }
+    pub(crate) fn new(groups: &[String], base_rates: Vec<f64>, schedule: Schedule) -> Self {
+        Self { base_rates: groups.iter().cloned().zip(base_rates).collect(), schedule }
     }
 
     pub(crate) fn set_all(&mut self, rate: f64) -> Result<()> {
         check_rate(rate)?;
-        self.group_rates.iter_mut().for_each(|(_, own)| *own = rate);
+        self.base_rates.iter_mut().for_each(|(_, base_rate)| *base_rate = rate);
         Ok(())
     }
 
     pub(crate) fn set_group(&mut self, name: &str, rate: f64) -> Result<()> {
-        let Some((_, own)) = self.group_rates.iter_mut().find(|(group, _)| group == name) else {
+        let Some((_, base_rate)) = self.base_rates.iter_mut().find(|(group, _)| group == name)
+        else {
             return Err(TrainingError::UnknownGroup { name: name.to_owned() }.into());
         };
         check_rate(rate)?;
-        *own = rate;
+        *base_rate = rate;
         Ok(())
     }
 
@@ -45,17 +46,17 @@ impl Rates {
     /// updates.
     pub(crate) fn after(&self, steps: u64) -> Vec<f64> {
         let factor = self.schedule.factor(steps);
-        self.group_rates.iter().map(|(_, own)| own * factor).collect()
+        self.base_rates.iter().map(|(_, base_rate)| base_rate * factor).collect()
     }
 
     /// Returns the rates and schedule of a checkpoint. A group that the checkpoint does not have
     /// keeps its rate.
     pub(crate) fn with_state(&self, state: &TrainerState) -> Result<Self> {
         let mut rates = self.clone();
-        for (group, own) in &mut rates.group_rates {
+        for (group, base_rate) in &mut rates.base_rates {
             if let Some(&rate) = state.learning_rates.get(group) {
                 check_rate(rate)?;
-                *own = rate;
+                *base_rate = rate;
             }
         }
         rates.set_schedule(state.schedule)?;
@@ -64,7 +65,7 @@ impl Rates {
 
     /// Returns the state for a checkpoint.
     pub(crate) fn state(&self, progress: Progress) -> TrainerState {
-        let learning_rates = self.group_rates.iter().cloned().collect();
+        let learning_rates = self.base_rates.iter().cloned().collect();
         TrainerState { progress, learning_rates, schedule: self.schedule }
     }
 }

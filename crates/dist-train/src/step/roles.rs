@@ -1,5 +1,7 @@
 //! Roles of a model's variables: trained in a group, frozen, or a buffer.
 
+use std::collections::BTreeMap;
+
 use fsdp_plan::Pattern;
 
 use crate::error::{Result, training::TrainingError};
@@ -10,9 +12,9 @@ pub(crate) const DEFAULT_GROUP: &str = "default";
 /// Names of buffers in common layers, anywhere in a model.
 const BUFFERS: [&str; 3] = ["**.running_mean", "**.running_var", "**.num_batches_tracked"];
 
-/// Patterns in the options of a builder.
+/// Patterns of variable names in the options of a builder.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Choices {
+pub(crate) struct RolePatterns {
     /// Trained variables; if not empty, all other variables are frozen and left out of checkpoints.
     pub(crate) trained: Vec<String>,
     pub(crate) frozen: Vec<String>,
@@ -36,10 +38,10 @@ pub(crate) enum Role {
     Buffer,
 }
 
-/// The roles of all variables, in the order of their names.
+/// The roles of all variables, in the order of the `names` in [`RolePatterns::roles`].
 #[derive(Debug)]
 pub(crate) struct Roles {
-    pub(crate) of: Vec<Role>,
+    pub(crate) by_variable: Vec<Role>,
     /// For each variable, whether it may have no gradient.
     pub(crate) may_be_unused: Vec<bool>,
     /// Whether checkpoints leave out frozen variables.
@@ -48,7 +50,7 @@ pub(crate) struct Roles {
     pub(crate) groups: Vec<String>,
 }
 
-impl Choices {
+impl RolePatterns {
     /// Resolves the patterns to a role for each of the `names`.
     ///
     /// # Errors
@@ -66,15 +68,15 @@ impl Choices {
         let mut groups = vec![(DEFAULT_GROUP, PatternSelection(Vec::new()))];
         for (name, patterns) in &self.groups {
             if groups.iter().any(|(other, _)| other == name) {
-                return Err(TrainingError::SameGroup { name: name.clone() }.into());
+                return Err(TrainingError::DuplicateGroup { name: name.clone() }.into());
             }
             groups.push((name, PatternSelection::new("group", patterns, names)?));
         }
         // Without patterns of trained variables, all variables are trained except the frozen ones.
         let leaves_out_frozen = !self.trained.is_empty();
-        let mut of = Vec::with_capacity(names.len());
+        let mut by_variable = Vec::with_capacity(names.len());
         for &name in names {
-            of.push(if buffers.has(name) {
+            by_variable.push(if buffers.has(name) {
                 Role::Buffer
             } else if frozen.has(name) || (leaves_out_frozen && !trained.has(name)) {
                 Role::Frozen
@@ -84,7 +86,7 @@ impl Choices {
         }
         let may_be_unused = names.iter().map(|name| unused.has(name)).collect();
         let groups = groups.into_iter().map(|(name, _)| name.to_owned()).collect();
-        Roles { of, may_be_unused, leaves_out_frozen, groups }.with_used_groups()
+        Roles { by_variable, may_be_unused, leaves_out_frozen, groups }.with_used_groups()
     }
 
     /// Returns the patterns of parameters that pretrained weights may lack.
@@ -112,19 +114,20 @@ impl Roles {
     /// is trained.
     fn with_used_groups(self) -> Result<Self> {
         let used: Vec<usize> = (0..self.groups.len())
-            .filter(|&group| self.of.contains(&Role::Trained(group)))
+            .filter(|&group| self.by_variable.contains(&Role::Trained(group)))
             .collect();
         if used.is_empty() {
-            return Err(TrainingError::NothingTrained { variables: self.of.len() }.into());
+            return Err(TrainingError::NothingTrained { variables: self.by_variable.len() }.into());
         }
-        let mut of = self.of.clone();
-        for role in &mut of {
+        let new_indices: BTreeMap<usize, usize> = used.iter().copied().zip(0..).collect();
+        let mut by_variable = self.by_variable.clone();
+        for role in &mut by_variable {
             if let Role::Trained(group) = role {
-                *group = used.iter().take_while(|&&other| other != *group).count();
+                *group = new_indices[&*group];
             }
         }
         Ok(Self {
-            of,
+            by_variable,
             groups: used.iter().map(|&group| self.groups[group].clone()).collect(),
             ..self
         })
@@ -146,11 +149,11 @@ impl Roles {
 
     /// Returns true if checkpoints contain a variable.
     pub(crate) fn is_saved(&self, var: usize) -> bool {
-        !(self.leaves_out_frozen && self.of[var] == Role::Frozen)
+        !(self.leaves_out_frozen && self.by_variable[var] == Role::Frozen)
     }
 
     fn positions(&self, is_selected: impl Fn(Role) -> bool) -> Vec<usize> {
-        (0..self.of.len()).filter(|&var| is_selected(self.of[var])).collect()
+        (0..self.by_variable.len()).filter(|&var| is_selected(self.by_variable[var])).collect()
     }
 }
 
@@ -208,16 +211,16 @@ mod tests {
 
     #[test]
     fn patterns_choose_roles() {
-        let choices = Choices {
+        let patterns = RolePatterns {
             frozen: texts(&["bn"]),
             unused: texts(&["head.*"]),
             groups: vec![("no_decay".to_owned(), texts(&["**.bias"]))],
-            ..Choices::default()
+            ..RolePatterns::default()
         };
-        let roles = choices.roles(&NAMES).unwrap();
+        let roles = patterns.roles(&NAMES).unwrap();
         let (default, no_decay) = (Role::Trained(0), Role::Trained(1));
         let expected = [Role::Buffer, Role::Frozen, no_decay, default, no_decay, Role::Buffer];
-        assert_eq!(roles.of, expected);
+        assert_eq!(roles.by_variable, expected);
         assert_eq!(roles.groups, ["default", "no_decay"]);
         assert_eq!(roles.may_be_unused, [false, false, true, true, false, false]);
         assert_eq!((roles.trained(), roles.trained_in(1)), (vec![2, 3, 4], vec![2, 4]));
@@ -225,40 +228,46 @@ mod tests {
 
     #[test]
     fn untrained_variables_are_frozen_and_not_saved() {
-        let choices = Choices { trained: texts(&["head", "bn"]), ..Choices::default() };
-        let roles = choices.roles(&NAMES).unwrap();
+        let patterns = RolePatterns { trained: texts(&["head", "bn"]), ..RolePatterns::default() };
+        let roles = patterns.roles(&NAMES).unwrap();
         let (trained, buffer) = (Role::Trained(0), Role::Buffer);
-        assert_eq!(roles.of, [buffer, trained, trained, trained, Role::Frozen, buffer]);
+        assert_eq!(roles.by_variable, [buffer, trained, trained, trained, Role::Frozen, buffer]);
         let saved: Vec<bool> = (0..NAMES.len()).map(|var| roles.is_saved(var)).collect();
         assert_eq!(saved, [true, true, true, true, false, true]);
 
-        let choices = Choices { frozen: texts(&["bn"]), ..choices };
-        let roles = choices.roles(&NAMES).unwrap();
-        assert_eq!(roles.of, [buffer, Role::Frozen, trained, trained, Role::Frozen, buffer]);
+        let patterns = RolePatterns { frozen: texts(&["bn"]), ..patterns };
+        let roles = patterns.roles(&NAMES).unwrap();
+        assert_eq!(
+            roles.by_variable,
+            [buffer, Role::Frozen, trained, trained, Role::Frozen, buffer]
+        );
     }
 
     #[test]
     fn empty_groups_are_removed() {
         let all = ("all".to_owned(), texts(&["**"]));
-        let choices = Choices { groups: vec![all], ..Choices::default() };
-        let roles = choices.roles(&NAMES[1..5]).unwrap();
-        assert_eq!((roles.groups, roles.of), (vec!["all".to_owned()], vec![Role::Trained(0); 4]));
+        let patterns = RolePatterns { groups: vec![all], ..RolePatterns::default() };
+        let roles = patterns.roles(&NAMES[1..5]).unwrap();
+        assert_eq!(
+            (roles.groups, roles.by_variable),
+            (vec!["all".to_owned()], vec![Role::Trained(0); 4])
+        );
     }
 
     #[test]
-    fn invalid_choices_are_rejected() {
-        let refused = |choices: Choices| match choices.roles(&NAMES) {
+    fn invalid_patterns_are_rejected() {
+        let refused = |patterns: RolePatterns| match patterns.roles(&NAMES) {
             Err(Error::Training(error)) => error,
             other => panic!("{other:?}"),
         };
         let pattern = "haed.*".to_owned();
-        let frozen = Choices { frozen: vec![pattern.clone()], ..Choices::default() };
+        let frozen = RolePatterns { frozen: vec![pattern.clone()], ..RolePatterns::default() };
         assert_eq!(refused(frozen), TrainingError::Unmatched { option: "freeze", pattern });
 
         let group = |name: &str, pattern| (name.to_owned(), texts(&[pattern]));
-        let overlap = Choices {
+        let overlap = RolePatterns {
             groups: vec![group("a", "head"), group("b", "**.bias")],
-            ..Choices::default()
+            ..RolePatterns::default()
         };
         let expected = TrainingError::TwoGroups {
             name: "head.bias".to_owned(),
@@ -267,13 +276,14 @@ mod tests {
         };
         assert_eq!(refused(overlap), expected);
 
-        let same = Choices { groups: vec![group("default", "head")], ..Choices::default() };
-        assert_eq!(refused(same), TrainingError::SameGroup { name: "default".to_owned() });
+        let same =
+            RolePatterns { groups: vec![group("default", "head")], ..RolePatterns::default() };
+        assert_eq!(refused(same), TrainingError::DuplicateGroup { name: "default".to_owned() });
 
-        let nothing = Choices { frozen: texts(&["**"]), ..Choices::default() };
+        let nothing = RolePatterns { frozen: texts(&["**"]), ..RolePatterns::default() };
         assert_eq!(refused(nothing), TrainingError::NothingTrained { variables: 6 });
 
-        let none = Choices { unused: texts(&["a.["]), ..Choices::default() };
+        let none = RolePatterns { unused: texts(&["a.["]), ..RolePatterns::default() };
         assert!(matches!(none.roles(&NAMES), Err(Error::Plan(_))));
     }
 }

@@ -6,7 +6,7 @@ use crate::{
     error::training::{StepErrors, TrainingError},
     loss::BatchLoss,
     progress::Progress,
-    step::{inventory::Inventory, options::Options},
+    step::{inventory::Inventory, options::StepOptions},
 };
 
 /// The result of a step; returned by [`DistributedModel::step`](crate::DistributedModel::step).
@@ -93,7 +93,7 @@ pub(crate) struct Report {
 impl Rules {
     pub(crate) fn new(
         inventory: &Arc<Inventory>,
-        options: &Options,
+        options: &StepOptions,
         progress: &Progress,
         goal: Goal,
     ) -> Self {

@@ -2,15 +2,15 @@
 
 pub(crate) mod accumulation;
 pub(crate) mod backward;
-pub(crate) mod freed;
-pub(crate) mod keep;
+pub(crate) mod freed_params;
+pub(crate) mod keep_rules;
 pub(crate) mod model;
-pub(crate) mod operation;
-pub(crate) mod outside;
+pub(crate) mod outside_use;
 pub(crate) mod prefetch;
 pub(crate) mod rules;
 pub(crate) mod session;
 pub(crate) mod swap_storage;
+pub(crate) mod unit_operation;
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -21,13 +21,13 @@ use pmap_mesh::TensorTree;
 use self::rules::{Member, UnitRules};
 use crate::{
     parameters::declare::declare,
-    units::{operation::enter, session::Session},
+    units::{session::Session, unit_operation::enter},
 };
 
-/// The variables of a model whose layers are built where a loss uses them: the model that a loss
-/// borrows from a model [by units](crate::ModelBuilder::by_units). A [sharded](crate::FullyShard)
-/// model gathers the variables of one unit at a time; a [replicated](crate::DataParallel) model
-/// always has all of them.
+/// The variables of a model whose layers are built inside the loss. A loss borrows `Units` if its
+/// model was built [by units](crate::ModelBuilder::by_units). A [sharded](crate::FullyShard) model
+/// gathers the variables of one unit at a time; a [replicated](crate::DataParallel) model always
+/// has all variables.
 ///
 /// A *unit* is a named part of the model: the unit `blocks.3` consists of the variables
 /// `blocks.3.*`, and [`UnitRules`] define other units. A loss written by units runs with both
@@ -82,10 +82,11 @@ struct ReplicatedUnits {
 }
 
 impl Units {
-    /// Returns a constructor of `Units` with the variables that `build` requests, for a model that
-    /// is not trained and takes its variables from its own `VarBuilder`. `build` is the constructor
-    /// for plain candle. A unit has the variables under its name, unless the rules define it.
-    pub fn by<M>(
+    /// Returns a constructor of `Units` for use without training, for example with loaded weights.
+    /// The constructor reads the variables that `build` requests from the `VarBuilder` with which
+    /// it is called; `build` is the model's constructor for plain candle. A unit has the variables
+    /// under its name, unless the rules define it.
+    pub fn constructor<M>(
         rules: UnitRules,
         build: impl Fn(VarBuilder<'_>) -> Result<M>,
     ) -> impl Fn(VarBuilder<'_>) -> Result<Self> {
@@ -95,8 +96,8 @@ impl Units {
         }
     }
 
-    /// Like [`by`](Self::by), for variables that are stored as `dtype`, with which the constructor
-    /// is called, and that the model computes with as the dtype of `vb`.
+    /// Creates the units of a replicated model. `build` is called with `dtype`, in which the
+    /// variables are stored; the model computes in the dtype of `vb`.
     pub(crate) fn replicated<M>(
         rules: &UnitRules,
         build: impl Fn(VarBuilder<'_>) -> Result<M>,

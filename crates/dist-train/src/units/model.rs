@@ -13,7 +13,7 @@ use crate::{
     precision::{Precision, is_half},
     sharded::ShardedVars,
     step::inventory::Inventory,
-    units::{accumulation::Accumulation, keep::Keep, prefetch::Order, rules::Member},
+    units::{accumulation::Accumulation, keep_rules::Keep, prefetch::Order, rules::Member},
 };
 
 /// A sharded model; equal on every slot except for its shards.
@@ -55,7 +55,7 @@ pub(crate) struct Unit {
 pub(crate) struct UnitMember {
     pub(crate) names: Member,
     /// The parameter's index among the trained parameters; `None` if it is not trained.
-    pub(crate) trained: Option<usize>,
+    pub(crate) trained_index: Option<usize>,
     /// Whether the parameter may have no gradient.
     pub(crate) may_be_unused: bool,
     /// The shape of the full parameter.
@@ -120,7 +120,7 @@ impl Model {
     pub(crate) fn not_entered(&self, entered: &BTreeSet<String>) -> Option<TrainingError> {
         for (unit, Unit { members, .. }) in &self.units {
             let mut parameters = Vec::new();
-            for member in members.iter().filter(|member| member.trained.is_some()) {
+            for member in members.iter().filter(|member| member.trained_index.is_some()) {
                 let mut units = self.units_of(&member.names.name);
                 if !member.may_be_unused && !units.any(|unit| entered.contains(unit)) {
                     parameters.push(member.names.name.clone());
@@ -141,6 +141,6 @@ impl Unit {
 
     /// Returns the trained parameters, with their indices among all trained parameters.
     pub(crate) fn trained(&self) -> impl Iterator<Item = (usize, &UnitMember)> {
-        self.members.iter().filter_map(|member| Some((member.trained?, member)))
+        self.members.iter().filter_map(|member| Some((member.trained_index?, member)))
     }
 }

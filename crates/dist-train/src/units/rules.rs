@@ -63,7 +63,7 @@ impl UnitRules {
     ///
     /// # Errors
     ///
-    /// Returns [`ShardingError::SameUnit`], [`ShardingError::UnmatchedPrefix`], and
+    /// Returns [`ShardingError::DuplicateUnit`], [`ShardingError::UnmatchedPrefix`], and
     /// [`ShardingError::NoUnit`] if a parameter is in no unit.
     pub(crate) fn units(
         &self,
@@ -129,7 +129,7 @@ impl UnitRules {
     fn check(&self, parameters: &[ParameterInfo]) -> Result<(), ShardingError> {
         for (position, (unit, prefixes)) in self.named.iter().enumerate() {
             if self.named[..position].iter().any(|(other, _)| other == unit) {
-                return Err(ShardingError::SameUnit { unit: unit.clone() });
+                return Err(ShardingError::DuplicateUnit { unit: unit.clone() });
             }
             let unmatched = prefixes.iter().find(|prefix| {
                 !parameters.iter().any(|parameter| inner_name(parameter.name(), prefix).is_some())
@@ -248,6 +248,6 @@ mod tests {
         let expected = ShardingError::UnmatchedPrefix { unit: unit.clone(), prefix };
         assert_eq!(reject(UnitRules::new().unit("e", ["token"])), expected);
         let twice = UnitRules::new().unit("e", ["tokens"]).unit("e", ["head"]);
-        assert_eq!(reject(twice), ShardingError::SameUnit { unit });
+        assert_eq!(reject(twice), ShardingError::DuplicateUnit { unit });
     }
 }

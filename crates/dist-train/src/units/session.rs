@@ -22,10 +22,10 @@ use crate::{
     units::{
         accumulation::{Accumulation, UnreducedGrads},
         backward::{BackwardState, ReadyGrads, UpdatesInBackward},
-        freed::{FreedParams, UnitPass},
-        keep::Keep,
+        freed_params::{FreedParams, UnitPass},
+        keep_rules::Keep,
         model::{Model, Unit, UnitMember},
-        outside::RecordedLeaves,
+        outside_use::RecordedLeaves,
         prefetch::{Order, PrefetchStep, Prefetcher},
         swap_storage::{free_storage, swap_storage},
     },
@@ -273,7 +273,7 @@ impl Session {
                 })
                 .collect()
         };
-        let error = TrainingError::OtherUnits {
+        let error = TrainingError::UnitMismatch {
             left,
             left_units: units_of(left),
             right,
@@ -329,9 +329,9 @@ impl Session {
     ) -> VarBuilder<'static> {
         let records_leaves = self.checks_determinism(name) || self.is_search();
         let mut inner = Vec::new();
-        for UnitMember { names, trained, .. } in &unit.members {
+        for UnitMember { names, trained_index, .. } in &unit.members {
             let var = &gathered[&names.name];
-            let is_leaf = has_graph && (trained.is_some() || self.is_search());
+            let is_leaf = has_graph && (trained_index.is_some() || self.is_search());
             if is_leaf && records_leaves {
                 self.recorded_leaves().add(var, name, &names.name);
             }
@@ -466,9 +466,9 @@ impl Session {
         drop(sum);
         self.finish()?;
         let mut backward = mem::take(&mut *self.backward());
-        let n_parts = self.model().vars.parts(self.ctx.slot()).len();
+        let n_shards = self.model().vars.shards(self.ctx.slot()).len();
         Ok(Gradients {
-            sums: (0..n_parts).map(|part| backward.sums.remove(&part)).collect(),
+            sums: (0..n_shards).map(|shard_idx| backward.sums.remove(&shard_idx)).collect(),
             used: backward.used_flags(self.model()),
             unreduced: backward.unreduced,
         })

@@ -456,7 +456,7 @@ fn variables_with_two_names_are_rejected() {
     let text = "a.weight and b.weight are one variable under two names: ask for one name twice in \
                 the constructor";
     assert_eq!(error.to_string(), text);
-    assert_eq!(refused::<()>(Err(error)), TrainingError::SameVariable { first, second });
+    assert_eq!(refused::<()>(Err(error)), TrainingError::DuplicateVariable { first, second });
 
     let tied = DataParallel::builder(&mesh, layers(["a", "a"])).with_variables(&vars).build(adam);
     assert_eq!(tied.unwrap().parameters().unwrap().len(), 1);

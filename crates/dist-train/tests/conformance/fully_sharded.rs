@@ -285,7 +285,7 @@ fn refusals(tested: &DeviceMesh) {
     ] {
         let is_refused = matches!(
             outcome,
-            Err(Error::Training(TrainingError::OtherOption { option, replica: 1 }))
+            Err(Error::Training(TrainingError::OptionMismatch { option, replica: 1 }))
                 if option == expected
         );
         assert_eq!(is_refused, ranks > 1, "{outcome:?}");
@@ -322,7 +322,7 @@ fn weights(tested: &DeviceMesh) {
         let outcome = builder.build(adam).map(drop);
         let is_refused = matches!(
             outcome,
-            Err(Error::Training(TrainingError::OtherOption { option: "weights", replica: 1 }))
+            Err(Error::Training(TrainingError::OptionMismatch { option: "weights", replica: 1 }))
         );
         assert_eq!(is_refused, ranks > 1, "{outcome:?}");
     }

@@ -91,7 +91,7 @@ fn beginnings(engine: &impl Engine, ranks: usize) {
 
     let other = DataParallel::builder(&tested, |vb| linear_no_bias(3, 2 + rank, vb)).build(sgd);
     let is_refused =
-        matches!(other, Err(Error::Training(TrainingError::OtherModel { replica: 1 })));
+        matches!(other, Err(Error::Training(TrainingError::ModelMismatch { replica: 1 })));
     assert_eq!(is_refused, ranks > 1);
 
     // The variables are equal, but process 1 sets different options.
@@ -114,7 +114,7 @@ fn beginnings(engine: &impl Engine, ranks: usize) {
         let other = if rank == 1 { option(builder) } else { builder }.build(sgd);
         let is_refused = matches!(
             other,
-            Err(Error::Training(TrainingError::OtherOption { option, replica: 1 })) if option == name
+            Err(Error::Training(TrainingError::OptionMismatch { option, replica: 1 })) if option == name
         );
         assert_eq!(is_refused, ranks > 1, "{name}");
     }
@@ -123,14 +123,14 @@ fn beginnings(engine: &impl Engine, ranks: usize) {
     let other = if rank == 1 { builder.fully_shard() } else { builder }.build(sgd);
     let is_rejected = matches!(
         other,
-        Err(Error::Training(TrainingError::OtherOption { option: "fully_shard", replica: 1 }))
+        Err(Error::Training(TrainingError::OptionMismatch { option: "fully_shard", replica: 1 }))
     );
     assert_eq!(is_rejected, ranks > 1);
     let rate = 0.1 + f64::from(u8::from(rank == 1));
     let other =
         DataParallel::builder(&tested, layers).build(|group: Group| SGD::new(group.vars, rate));
     let is_refused =
-        matches!(other, Err(Error::Training(TrainingError::OtherOption { replica: 1, .. })));
+        matches!(other, Err(Error::Training(TrainingError::OptionMismatch { replica: 1, .. })));
     assert_eq!(is_refused, ranks > 1);
     fail_together(&tested);
 }

@@ -13,7 +13,7 @@ pub struct MemoryLimit {
     pub bytes: u64,
     /// Origin of the limit, in words.
     pub source: String,
-    /// Number of processes that share the limit.
+    /// Number of processes that share the limit; 0 counts as 1.
     pub n_processes: u64,
 }
 
@@ -25,7 +25,7 @@ impl MemoryLimit {
 
     /// Returns the bytes that one process may take.
     pub fn share(&self) -> u64 {
-        self.bytes / self.n_processes
+        self.bytes / self.n_processes.max(1)
     }
 }
 
@@ -87,7 +87,8 @@ fn group_files(list: &str) -> Vec<PathBuf> {
             }
             _ => continue,
         };
-        // In a container, the outer groups are hidden, and the container's group is the root.
+        // In a container, only the container's own group is visible, and it is the root. The last
+        // of the `ancestors` is the root, an empty path, so its limit is found.
         let groups = Path::new(group.trim_start_matches('/')).ancestors();
         files.extend(groups.map(|group| Path::new(folder).join(group).join(file)));
     }
@@ -148,6 +149,7 @@ mod tests {
     fn processes_share_the_limit_of_their_group() {
         assert_eq!(MemoryLimit { bytes: 9, source: String::new(), n_processes: 2 }.share(), 4);
         assert_eq!(MemoryLimit::for_process(9, "").share(), 9);
+        assert_eq!(MemoryLimit { bytes: 9, source: String::new(), n_processes: 0 }.share(), 9);
     }
 
     #[cfg(target_os = "linux")]

@@ -137,7 +137,7 @@ impl From<Keep> for dist_train::Keep {
 impl Sharding {
     /// Returns the sharding as JSON, for comparison between processes.
     #[expect(clippy::expect_used, reason = "its fields are names and numbers")]
-    pub fn words(&self) -> String {
+    pub fn to_json(&self) -> String {
         serde_json::to_string(self).expect("all fields are JSON values")
     }
 
@@ -251,11 +251,11 @@ mod tests {
     #[test]
     fn defaults_are_not_recorded() {
         let full = Sharding::default();
-        assert_eq!(full.words(), r#"{"strategy":{"full":"dim0"},"keep":"inputs"}"#);
+        assert_eq!(full.to_json(), r#"{"strategy":{"full":"dim0"},"keep":"inputs"}"#);
         let other =
             Sharding { replicas: 2, prefetch: 1, optimizer_in_backward: true, ..full.clone() };
         for sharding in [full, other] {
-            assert_eq!(serde_json::from_str::<Sharding>(&sharding.words()).unwrap(), sharding);
+            assert_eq!(serde_json::from_str::<Sharding>(&sharding.to_json()).unwrap(), sharding);
         }
     }
 

@@ -61,6 +61,7 @@ impl Batching {
 #[derive(Debug)]
 pub(crate) struct BatchSchedule {
     sequences: DistributedSampler,
+    /// The "ranks" of this sampler are the batches of a step, which the mesh divides later.
     steps: DistributedBatchSampler<Vec<u64>>,
 }
 
@@ -93,7 +94,6 @@ impl BatchSchedule {
             batch_config = batch_config.with_max_batch_size(max_batch_size);
         }
         let batches = DynamicBatchSampler::new(lengths, batch_config)?;
-        // The mesh divides a step later. The "ranks" of this sampler are the batches of a step.
         let placement = Placement::new(0, batching.n_batches)?;
         let step_config = DistributedConfig::default().with_shuffle(seed.derive(BATCH_STREAM));
         let steps = DistributedBatchSampler::new(batches, placement, step_config)?;
@@ -116,11 +116,11 @@ impl BatchSchedule {
     ///
     /// [`Error::Batch`] if the state belongs to another schedule, since the text has changed.
     pub(crate) fn check_position(&self, state: Option<&BatchState>) -> Result<()> {
-        self.steps_after(state).map(drop)
+        self.rest_of_epoch(state).map(drop)
     }
 
-    /// Returns all steps after `state`, or all steps of the run. An epoch that cannot be planned is
-    /// one error. [`RunError::LastEpoch`] is the last item.
+    /// Returns all steps after `state`, or all steps of the run. If an epoch cannot be planned, the
+    /// iterator yields one error instead of its steps. The last item is [`RunError::LastEpoch`].
     ///
     /// # Errors
     ///
@@ -129,7 +129,7 @@ impl BatchSchedule {
         self: &Arc<Self>,
         state: Option<&BatchState>,
     ) -> Result<impl Iterator<Item = Result<ScheduledStep>> + use<>> {
-        let first_epoch = self.steps_after(state)?;
+        let first_epoch = self.rest_of_epoch(state)?;
         // `skip(1)` instead of `epoch + 1`, which overflows after the last epoch.
         let later_epochs = (first_epoch.state().epoch.as_u64()..=u64::MAX).skip(1);
         let schedule = Arc::clone(self);
@@ -143,7 +143,7 @@ impl BatchSchedule {
     }
 
     /// Returns the remaining steps of the epoch of `state`, or all steps of the first epoch.
-    fn steps_after(&self, state: Option<&BatchState>) -> Result<Steps<'_, Vec<u64>>> {
+    fn rest_of_epoch(&self, state: Option<&BatchState>) -> Result<Steps<'_, Vec<u64>>> {
         match state {
             None => self.epoch(Epoch::ZERO),
             Some(state) => Ok(self.steps.resume(state, &self.sequences_in(state.epoch))?),
@@ -152,9 +152,9 @@ impl BatchSchedule {
 
     fn epoch(&self, epoch: Epoch) -> Result<Steps<'_, Vec<u64>>> {
         self.steps.epoch(epoch, &self.sequences_in(epoch)).map_err(|error| match error {
-            // See `new`: the "ranks" are the packed rows of a step.
-            dyn_batch::Error::CannotFillStep { n_batches, world_size: rows } => {
-                RunError::PackedRows { n_rows: n_batches, expected: rows }.into()
+            // Each batch is a packed row, so the "ranks" of the sampler are the rows of a step.
+            dyn_batch::Error::CannotFillStep { n_batches: n_rows, world_size: rows_per_step } => {
+                RunError::PackedRows { n_rows, expected: rows_per_step }.into()
             }
             error => Error::from(error),
         })
@@ -170,17 +170,15 @@ impl BatchSchedule {
 /// Returns the remaining steps of an epoch.
 #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 fn collect_steps(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<ScheduledStep>> {
-    let first = steps.state().step;
+    let first = usize::try_from(steps.state().step);
+    let mut index = first.expect("steps in memory have indices of type usize");
     let mut scheduled = Vec::with_capacity(steps.len());
-    for nth in first.. {
-        // `next` returns only the batch of one "rank", but moves the state.
-        if steps.next().is_none() {
-            break;
-        }
-        let index = usize::try_from(nth).expect("steps in memory have indices of type usize");
+    // `next` returns only the batch of one "rank", but moves the state.
+    while steps.next().is_some() {
         let batches = steps.step(index).expect("`next` has just returned this step");
         let state = steps.state();
         scheduled.push(Ok(ScheduledStep { epoch: state.epoch.as_u64(), batches, state }));
+        index += 1;
     }
     scheduled
 }

@@ -35,8 +35,11 @@ pub enum ExampleError {
         /// The kind of the first example, in words.
         expected: &'static str,
     },
-    /// A file is one JSON document instead of lines.
-    #[error("{} is one JSON document, not a text", Printable(path.display()))]
+    /// A file is one JSON document instead of text or lines of JSON.
+    #[error(
+        "{} is one JSON document: examples must be plain text, or one JSON object per line",
+        Printable(path.display())
+    )]
     WholeJson {
         /// The file.
         path: PathBuf,

@@ -34,7 +34,7 @@ pub enum FolderError {
     },
     /// The folder has weights, but not in the safetensors format.
     #[error("{} has weights only in {}", Printable(path.display()), Printable(file))]
-    OtherFormat {
+    UnsupportedFormat {
         /// The folder.
         path: PathBuf,
         /// A file of the weights.

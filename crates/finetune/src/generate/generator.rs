@@ -94,8 +94,10 @@ impl Generator {
                 path: path.into(),
                 cause: Box::new(cause),
             })?;
-            let weights = StoredWeights::open(path.join(ADAPTER_WEIGHTS));
-            check_files_beside(path, &weights.map_err(|e| FolderError::from(Box::new(e)))?)?;
+            // Opened only for the list of files that were saved with the weights.
+            let adapter_weights = StoredWeights::open(path.join(ADAPTER_WEIGHTS))
+                .map_err(|cause| FolderError::from(Box::new(cause)))?;
+            check_files_beside(path, &adapter_weights)?;
             llama = llama.with_lora(lora);
         }
         Ok(Self { units: weights::load(&folder, &llama)?, llama, folder })
@@ -111,7 +113,7 @@ impl Generator {
         options.check()?;
         let tokenizer = self.folder.tokenizer();
         let prompt_ids = prompt.ids(tokenizer, self.context())?;
-        let (ids, stop) = self.continued(&prompt_ids, options)?;
+        let (ids, stop) = self.generate_ids(&prompt_ids, options)?;
         let text = match prompt {
             Prompt::Text(_) => tokenizer.decode(&[&prompt_ids[..], &ids].concat(), false)?,
             Prompt::Messages(_) => tokenizer.decode(&ids, false)?,
@@ -131,12 +133,14 @@ impl Generator {
         self.logits_after(&ids)
     }
 
-    fn continued(&self, prompt: &[u32], options: &Generation) -> Result<(Vec<u32>, Stop)> {
+    /// Returns the tokens that follow `prompt`, and the reason of their end.
+    fn generate_ids(&self, prompt: &[u32], options: &Generation) -> Result<(Vec<u32>, Stop)> {
         let mut chooser = Chooser::new(options);
         let mut ids = prompt.to_vec();
         for _ in 0..options.max_tokens {
+            // The logits of the last position still choose one more token.
             if ids.len() > self.context() {
-                break;
+                return Ok((ids.split_off(prompt.len()), Stop::Context));
             }
             let next = chooser.choose(&self.logits_after(&ids)?.i(ids.len() - 1)?)?;
             if self.folder.tokenizer().is_end(next) && !options.ignore_end {
@@ -144,9 +148,7 @@ impl Generator {
             }
             ids.push(next);
         }
-        let ids = ids.split_off(prompt.len());
-        let stop = if ids.len() < options.max_tokens { Stop::Context } else { Stop::MaxTokens };
-        Ok((ids, stop))
+        Ok((ids.split_off(prompt.len()), Stop::MaxTokens))
     }
 
     /// Returns the logits [tokens, vocabulary] after each token.

@@ -55,7 +55,7 @@ pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<Units> {
         tensors.insert(info.name.clone(), items.reshape(&parameter.shape)?);
     }
     let vb = VarBuilder::from_tensors(tensors.into_iter().collect(), DType::F32, &Device::Cpu);
-    let build = Units::by(llama.units(), |vb| llama.declare(&vb));
+    let build = Units::constructor(llama.units(), |vb| llama.declare(&vb));
     Ok(build(vb)?)
 }
 

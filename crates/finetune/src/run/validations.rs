@@ -40,8 +40,8 @@ fn number<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<f64
 }
 
 /// Returns the result with the least finite loss.
-pub fn best_validation(found: &[ValidationPoint]) -> Option<ValidationPoint> {
-    let finite = found.iter().filter(|found| found.loss.is_finite());
+pub fn best_validation(points: &[ValidationPoint]) -> Option<ValidationPoint> {
+    let finite = points.iter().filter(|point| point.loss.is_finite());
     finite.min_by(|left, right| left.loss.total_cmp(&right.loss)).copied()
 }
 
@@ -50,11 +50,11 @@ pub fn best_validation(found: &[ValidationPoint]) -> Option<ValidationPoint> {
 pub(super) fn keep_up_to(path: &Path, steps: u64) -> Result<()> {
     let path = path.join(FILE);
     let Some(text) = files::read_if_there(&path)? else { return Ok(()) };
-    let (found, damaged) = parse(&text);
+    let (points, damaged) = parse(&text);
     damage::back_up_damaged(&path, &damaged, &text)?;
     let mut lines = Vec::new();
-    for found in found.iter().filter(|found| found.step <= steps) {
-        let line = serde_json::to_vec(found).map_err(io::Error::from);
+    for point in points.iter().filter(|point| point.step <= steps) {
+        let line = serde_json::to_vec(point).map_err(io::Error::from);
         lines.extend(line.map_err(|cause| Error::write(&path, cause))?);
         lines.push(b'\n');
     }
@@ -70,10 +70,10 @@ pub(super) fn keep_up_to(path: &Path, steps: u64) -> Result<()> {
 pub fn validations(path: &Path, steps: u64) -> Result<Vec<ValidationPoint>> {
     let path = path.join(FILE);
     let Some(text) = files::read_if_there(&path)? else { return Ok(Vec::new()) };
-    let (mut found, damaged) = parse(&text);
+    let (mut points, damaged) = parse(&text);
     damage::warn_damaged(&path, &damaged);
-    found.retain(|found| found.step <= steps);
-    Ok(found)
+    points.retain(|point| point.step <= steps);
+    Ok(points)
 }
 
 /// Returns the results in a file, and the numbers of its damaged lines, from 1. A truncated last
@@ -82,16 +82,16 @@ fn parse(text: &[u8]) -> (Vec<ValidationPoint>, Vec<u64>) {
     let mut lines: Vec<&[u8]> = text.split(|&byte| byte == b'\n').collect();
     let last: Option<ValidationPoint> =
         lines.pop().and_then(|last| serde_json::from_slice(last).ok());
-    let mut found = Vec::new();
+    let mut points = Vec::new();
     let mut damaged = Vec::new();
     for (number, line) in (1..).zip(lines) {
         match serde_json::from_slice(line) {
-            Ok(line) => found.push(line),
+            Ok(point) => points.push(point),
             Err(_) => damaged.push(number),
         }
     }
-    found.extend(last);
-    (found, damaged)
+    points.extend(last);
+    (points, damaged)
 }
 
 #[cfg(test)]

@@ -143,7 +143,7 @@ impl RunInputs {
     /// Returns the inputs without the path of the folder as JSON, for comparison between runs and
     /// processes.
     #[expect(clippy::expect_used, reason = "its fields are names and numbers")]
-    pub fn words(&self) -> String {
+    pub fn to_json(&self) -> String {
         let without_folder = Self { folder: None, ..self.clone() };
         serde_json::to_string(&without_folder).expect("all fields are JSON values")
     }

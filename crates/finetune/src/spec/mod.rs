@@ -277,8 +277,8 @@ impl Spec {
         let mut fingerprint: Fingerprint =
             [self.seed, self.steps, self.max_tokens].into_iter().collect();
         fingerprint.write_bytes(self.text.as_bytes());
-        fingerprint.write_bytes(self.finetune.words().as_bytes());
-        fingerprint.write_bytes(self.recipe.words().as_bytes());
+        fingerprint.write_bytes(self.finetune.to_json().as_bytes());
+        fingerprint.write_bytes(self.recipe.to_json().as_bytes());
         fingerprint.to_string()
     }
 

@@ -24,7 +24,7 @@ pub struct Recipe {
     #[cfg_attr(feature = "clap", arg(long, value_enum))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lr_schedule: Option<LrCurve>,
-    /// Number of steps in which the learning rate of a schedule rises to its peak [default: 0]
+    /// Number of steps before the learning rate reaches its peak [default: 0 with `--lr-schedule`]
     #[cfg_attr(feature = "clap", arg(long, value_name = "N", requires = "lr_schedule"))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub warmup_steps: Option<u64>,
@@ -85,8 +85,20 @@ impl Recipe {
     ///
     /// # Errors
     ///
-    /// [`SpecError::Setting`] with the first value out of range, or an error of [`Lora::new`].
+    /// [`SpecError::Setting`] with the first option that lacks the option it requires, or whose
+    /// value is out of range, and the errors of [`Lora::new`].
     pub(crate) fn check(&self, steps: u64) -> Result<()> {
+        for (name, value) in self.options() {
+            let required = match name {
+                "warmup_steps" | "min_lr_rate" if self.lr_schedule.is_none() => "lr_schedule",
+                "lora_alpha" | "lora_on" if self.lora.is_none() => "lora",
+                _ => continue,
+            };
+            if let Some(value) = value {
+                let expected = format!("set together with {required}");
+                return Err(SpecError::setting(name, &value, expected).into());
+            }
+        }
         let ends_with_run = matches!(self.lr_schedule, Some(LrCurve::Linear | LrCurve::Cosine));
         if let Some(warmup) = self.warmup_steps
             && ends_with_run
@@ -108,15 +120,15 @@ impl Recipe {
                 return Err(SpecError::setting(name, &value, expected.into()).into());
             }
         }
-        // The rank and the scale are checked: any name of a layer will do.
+        // `adapters` checks the rank and the scale. Any name of a layer will do for this.
         self.adapters(&["any"]).map(drop)
     }
 
-    /// Replaces `None` by the defaults of a run of `steps` steps. The built-in model, `is_own_model`, has
-    /// other defaults than the model of a folder.
+    /// Replaces `None` by the defaults of a run of `steps` steps. `is_built_in` selects the
+    /// defaults of the built-in model instead of the defaults of a model folder.
     #[must_use]
-    pub(crate) fn with_defaults(self, steps: u64, is_own_model: bool) -> Self {
-        let lr = match (is_own_model, self.lora) {
+    pub(crate) fn with_defaults(self, steps: u64, is_built_in: bool) -> Self {
+        let lr = match (is_built_in, self.lora) {
             (true, _) => PEAK_LEARNING_RATE,
             (false, Some(_)) => 2e-4,
             (false, None) => 2e-5,
@@ -129,7 +141,7 @@ impl Recipe {
             lr: self.lr.or(Some(lr)),
             lr_schedule: self.lr_schedule.or(Some(LrCurve::Cosine)),
             warmup_steps,
-            max_grad_norm: self.max_grad_norm.or((!is_own_model).then_some(1.0)),
+            max_grad_norm: self.max_grad_norm.or((!is_built_in).then_some(1.0)),
             ..self
         }
     }
@@ -139,8 +151,8 @@ impl Recipe {
         self.dtype.unwrap_or(Precision::F32)
     }
 
-    /// Returns the trained adapters, on `layers` by default, or `None` if the model itself is
-    /// trained.
+    /// Returns the configuration of the adapters to train, or `None` if the model itself is to be
+    /// trained. The adapters are on `layers` unless the recipe names other layers.
     ///
     /// # Errors
     ///
@@ -154,14 +166,16 @@ impl Recipe {
         }))
     }
 
-    /// Returns the options of AdamW: PyTorch's defaults except for the decay. The learning rate is
-    /// set before each step.
+    /// Returns the options of AdamW: PyTorch's defaults, with the weight decay of the recipe if it
+    /// is set. The learning rate is set before each step.
     pub(crate) fn adamw(&self) -> ParamsAdamW {
         let defaults = ParamsAdamW::default();
         ParamsAdamW { weight_decay: self.weight_decay.unwrap_or(defaults.weight_decay), ..defaults }
     }
 
-    /// Returns the learning rate of step `step`, counted from 0, in a run of `steps` steps.
+    /// Returns the learning rate of step `step`, counted from 0, in a run of `steps` steps. If
+    /// [`with_defaults`](Self::with_defaults) has not set the defaults of the recipe, the defaults
+    /// of the built-in model apply.
     pub(crate) fn learning_rate(&self, step: u64, steps: u64) -> f64 {
         self.lr.unwrap_or(PEAK_LEARNING_RATE) * self.schedule(steps).factor(step)
     }
@@ -205,7 +219,7 @@ impl Recipe {
 
     /// Returns the options as JSON, for comparison between runs and processes.
     #[expect(clippy::expect_used, reason = "its fields are names and numbers")]
-    pub fn words(&self) -> String {
+    pub fn to_json(&self) -> String {
         serde_json::to_string(self).expect("all fields are JSON values")
     }
 }
@@ -258,6 +272,34 @@ mod tests {
     }
 
     #[test]
+    fn options_without_their_requirement_are_refused() {
+        let complete = Recipe {
+            lr_schedule: Some(LrCurve::Cosine),
+            warmup_steps: Some(3),
+            min_lr_rate: Some(0.1),
+            lora: Some(4),
+            lora_alpha: Some(8.0),
+            lora_on: Some(vec!["q_proj".to_owned()]),
+            ..Recipe::default()
+        };
+        complete.check(20).unwrap();
+        Recipe::default().with_defaults(20, false).check(20).unwrap();
+        let no_schedule = Recipe { lr_schedule: None, ..complete.clone() };
+        let no_warmup = Recipe { warmup_steps: None, ..no_schedule.clone() };
+        let no_lora = Recipe { lora: None, ..complete };
+        let no_alpha = Recipe { lora_alpha: None, ..no_lora.clone() };
+        for (recipe, expected) in [
+            (no_schedule, "warmup_steps is 3, must be set together with lr_schedule"),
+            (no_warmup, "min_lr_rate is 0.1, must be set together with lr_schedule"),
+            (no_lora, "lora_alpha is 8, must be set together with lora"),
+            (no_alpha, "lora_on is q_proj, must be set together with lora"),
+        ] {
+            let fault = recipe.check(20).unwrap_err().to_string();
+            assert!(fault.contains(expected), "{fault}");
+        }
+    }
+
+    #[test]
     fn recipes_round_trip() {
         let recipe = Recipe {
             lr: Some(2e-5),
@@ -271,10 +313,10 @@ mod tests {
             lora_alpha: Some(0.7),
             lora_on: Some(vec!["q_proj".to_owned()]),
         };
-        let words = recipe.words();
+        let words = recipe.to_json();
         assert!(words.contains(r#""lr_schedule":"inverse-sqrt""#), "{words}");
         assert_eq!(serde_json::from_str::<Recipe>(&words).unwrap(), recipe);
-        assert_eq!(Recipe::default().words(), "{}");
+        assert_eq!(Recipe::default().to_json(), "{}");
         assert!(!recipe.is_default() && Recipe::default().is_default());
     }
 }

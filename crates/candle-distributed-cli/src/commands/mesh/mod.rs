@@ -81,8 +81,8 @@ fn parse_bytes(text: &str) -> Result<usize, String> {
 }
 
 pub(crate) fn run(args: &MeshArgs) -> Result<()> {
-    let place = args.devices.place(args.grid_size().unwrap_or(DEFAULT_WORLD_SIZE))?;
-    let n_devices = place.placement.world_size();
+    let process = args.devices.place(args.grid_size().unwrap_or(DEFAULT_WORLD_SIZE))?;
+    let n_devices = process.placement.world_size();
     if let Some(grid_size) = args.grid_size()
         && grid_size != n_devices.as_u64()
     {
@@ -90,10 +90,10 @@ pub(crate) fn run(args: &MeshArgs) -> Result<()> {
             "the axes make a grid of {grid_size} devices, but there are {n_devices} devices"
         )));
     }
-    place.share_cores()?;
+    process.share_cores()?;
     let answer =
-        args.devices.run_on(place, args.grid(n_devices.as_usize()), |mesh| args.measure(mesh))?;
-    if !place.is_first() {
+        args.devices.run_on(process, args.grid(n_devices.as_usize()), |mesh| args.measure(mesh))?;
+    if !process.is_first() {
         return Ok(());
     }
     match args.format {

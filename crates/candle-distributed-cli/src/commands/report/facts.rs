@@ -17,7 +17,7 @@ use candle_distributed::{
 use crate::{
     error::{Error, Result},
     hint,
-    train::measured::Comparison,
+    train::comparison::Comparison,
 };
 
 /// The facts about a run.

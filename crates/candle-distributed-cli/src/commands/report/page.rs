@@ -25,8 +25,8 @@ use crate::{
     commands::plan::svg,
     error::Result,
     train::{
+        comparison::{Comparison, MEMORY_HEADS, PeakMemory, TRAFFIC_HEADS},
         curve,
-        measured::{Comparison, MEMORY_HEADS, PeakMemory, TRAFFIC_HEADS},
     },
 };
 

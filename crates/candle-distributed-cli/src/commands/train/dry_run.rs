@@ -2,7 +2,9 @@
 
 use candle_distributed::{finetune::PreparedRun, mesh::DeviceMesh, train::peak_bytes};
 
-use crate::{commands::train::Args, devices::Place, error::Result, train::measured::Comparison};
+use crate::{
+    commands::train::Args, devices::ProcessPlace, error::Result, train::comparison::Comparison,
+};
 
 impl Args {
     /// Trains two steps without writing files, and prints their predicted and measured memory and
@@ -10,12 +12,12 @@ impl Args {
     pub(super) fn rehearse(
         &self,
         mesh: &DeviceMesh,
-        place: Place,
+        process: ProcessPlace,
         run: &PreparedRun,
     ) -> Result<()> {
         let counted = run.rehearse(mesh)?;
         let steps = run.steps()?;
-        let workload = run.workload(&steps, place.ranks());
+        let workload = run.workload(&steps, process.ranks());
         // The memory before training differs between processes, so the prediction uses the largest.
         let base_bytes = largest(mesh, run.base_bytes)?.unwrap_or(0);
         let comparison = Comparison {
@@ -25,7 +27,7 @@ impl Args {
             planned: workload.planned_traffic()?,
             counted,
         };
-        place.print(|out| writeln!(out, "{comparison}"))
+        process.print(|out| writeln!(out, "{comparison}"))
     }
 }
 

@@ -11,7 +11,7 @@ use candle_distributed::{
 
 use crate::{
     commands::train::Args,
-    devices::Place,
+    devices::ProcessPlace,
     error::{Error, ErrorKind, Result},
     hint, output,
 };
@@ -30,17 +30,17 @@ impl Args {
 
     /// Rejects a run whose predicted memory is above the limit of this process, and warns if it is
     /// above the memory of this machine.
-    pub(super) fn check_memory(&self, place: Place, run: &PreparedRun) -> Result<()> {
+    pub(super) fn check_memory(&self, process: ProcessPlace, run: &PreparedRun) -> Result<()> {
         // Opening the mesh rejects a number of devices that is too large for any machine.
-        let n_devices = place.placement.world_size().as_usize();
+        let n_devices = process.placement.world_size().as_usize();
         if !self.devices.is_cpu() || n_devices > DeviceMesh::MAX_DEVICES {
             return Ok(());
         }
         let steps = run.steps()?;
-        let workload = run.workload(&steps, place.ranks()).with_check(self.check);
+        let workload = run.workload(&steps, process.ranks()).with_check(self.check);
         let needed = workload.predict()?.total();
         tracing::info!("this process will take about {}", HumanBytes(needed.into()));
-        if let Some(limit) = self.limit(place)
+        if let Some(limit) = self.limit(process)
             && limit.share() < needed
         {
             let error = Error::from(ErrorKind::Memory { needed, limit });
@@ -48,7 +48,7 @@ impl Args {
             return Err(if is_sharded { error.with_hint(hint::MEMORY_OF_SHARDED) } else { error });
         }
         // Only a warning: other processes may free memory, or swap may grow.
-        let needed_here = needed.saturating_mul(place.processes_here());
+        let needed_here = needed.saturating_mul(process.processes_here());
         if let Some(available) = machine_bytes()
             && available < needed_here
         {
@@ -65,20 +65,20 @@ impl Args {
     /// may use as many.
     pub(super) fn too_large_to_generate(
         &self,
-        place: Place,
+        process: ProcessPlace,
         run: &PreparedRun,
     ) -> Result<Option<u64>> {
         let steps = run.steps()?;
-        let workload = run.workload(&steps, place.ranks()).with_check(self.check);
-        Ok(workload.too_large_to_generate(self.limit(place).as_ref())?)
+        let workload = run.workload(&steps, process.ranks()).with_check(self.check);
+        Ok(workload.too_large_to_generate(self.limit(process).as_ref())?)
     }
 
     /// Returns the lowest memory limit of this process, if there is any. `--memory-limit` replaces
     /// the limits of the system.
-    fn limit(&self, place: Place) -> Option<MemoryLimit> {
+    fn limit(&self, process: ProcessPlace) -> Option<MemoryLimit> {
         let limits = match self.memory_limit {
             Some(bytes) => vec![MemoryLimit::for_process(bytes, "--memory-limit")],
-            None => system_limits(place.processes_here()),
+            None => system_limits(process.processes_here()),
         };
         limits.into_iter().min_by_key(MemoryLimit::share)
     }

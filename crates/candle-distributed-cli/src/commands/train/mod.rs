@@ -21,7 +21,7 @@ use candle_distributed::{
 use self::{sharding::ShardingArgs, writing::WritingArgs};
 use crate::{
     bytes,
-    devices::{DEFAULT_WORLD_SIZE, DeviceArgs, Place},
+    devices::{DEFAULT_WORLD_SIZE, DeviceArgs, ProcessPlace},
     error::{Error, ErrorKind, Result},
     help::{cli_name, examples},
     hint, output, strategy,
@@ -73,20 +73,20 @@ pub(crate) struct Args {
 
 /// Trains a model, or reports that its run is already complete.
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let place = args.devices.place(DEFAULT_WORLD_SIZE)?;
-    place.share_cores()?;
-    let start = args.prepare(place);
+    let process = args.devices.place(DEFAULT_WORLD_SIZE)?;
+    process.share_cores()?;
+    let start = args.prepare(process);
     // A single process returns before it opens a device. One of several processes must not: the
     // others would wait for it.
-    if place.is_alone() {
+    if process.is_alone() {
         match &start {
             Ok(Start::Train(_)) => {}
-            Ok(Start::Complete(path)) => return print_complete(place, path),
+            Ok(Start::Complete(path)) => return print_complete(process, path),
             Err(_) => return start.map(drop),
         }
     }
-    let grid = args.sharding.grid(place.placement.world_size());
-    args.devices.run_on(place, grid, |mesh| args.train(mesh, place, start))
+    let grid = args.sharding.grid(process.placement.world_size());
+    args.devices.run_on(process, grid, |mesh| args.train(mesh, process, start))
 }
 
 /// Prepares a run without starting it.
@@ -97,9 +97,9 @@ pub(crate) fn prepare(args: &Args) -> Result<()> {
 
 impl Args {
     /// Reads the run and its data, and checks them and the options before anything is written.
-    fn prepare(&self, place: Place) -> Result<Start> {
+    fn prepare(&self, process: ProcessPlace) -> Result<Start> {
         self.check_limit()?;
-        let world_size = place.placement.world_size();
+        let world_size = process.placement.world_size();
         let sharding = self.sharding.resolve(world_size)?;
         let options = RunOptions { sharding, ..self.run.clone() };
         let start = options.prepare(world_size).map_err(hint_if_unreadable)?;
@@ -107,13 +107,13 @@ impl Args {
             warn_of_overlong(run);
             warn_of_files(run.examples());
             self.writing.check(run)?;
-            self.check_memory(place, run)?;
+            self.check_memory(process, run)?;
         }
         Ok(start)
     }
 
     /// Trains if all processes start the same run. At the end the first process generates a sample.
-    fn train(&self, mesh: &DeviceMesh, place: Place, start: Result<Start>) -> Result<()> {
+    fn train(&self, mesh: &DeviceMesh, process: ProcessPlace, start: Result<Start>) -> Result<()> {
         let agreement = agreement::compare(mesh, &self.describe(&start));
         // The error of `start` comes first: it says why this process cannot start, and the error of
         // `agreement` only that some process cannot.
@@ -121,17 +121,17 @@ impl Args {
         agreement?;
         let run = match start {
             Start::Train(run) => run,
-            Start::Complete(path) => return print_complete(place, &path),
+            Start::Complete(path) => return print_complete(process, &path),
         };
         if self.dry_run {
-            return self.rehearse(mesh, place, &run);
+            return self.rehearse(mesh, process, &run);
         }
-        let too_large_bytes = self.too_large_to_generate(place, &run)?;
+        let too_large_bytes = self.too_large_to_generate(process, &run)?;
         let prompt = self.writing.prompt(&run)?;
         let spec = run.spec.clone();
-        let path = self.train_steps(mesh, place, *run)?;
+        let path = self.train_steps(mesh, process, *run)?;
         let Some(prompt) = prompt else { return Ok(()) };
-        if !place.is_first() {
+        if !process.is_first() {
             return Ok(());
         }
         if let Some(bytes) = too_large_bytes {
@@ -142,12 +142,17 @@ impl Args {
     }
 
     /// Trains the remaining steps, and returns the folder of the run.
-    fn train_steps(&self, mesh: &DeviceMesh, place: Place, run: PreparedRun) -> Result<PathBuf> {
+    fn train_steps(
+        &self,
+        mesh: &DeviceMesh,
+        process: ProcessPlace,
+        run: PreparedRun,
+    ) -> Result<PathBuf> {
         let stop_flag = stop::flag();
         let mut trainer = Trainer::new(mesh, run)
-            .map_err(|error| self.explain_error(error, place))?
+            .map_err(|error| self.explain_error(error, process))?
             .stop_on(stop_flag);
-        let mut journal = if place.is_first() {
+        let mut journal = if process.is_first() {
             announce(trainer.run())?;
             Some(Journal::new(&trainer)?)
         } else {
@@ -161,7 +166,8 @@ impl Args {
         }
         let mut stopped_after = None;
         for event in trainer.by_ref() {
-            let event = event.map_err(|error| self.end_session(error, journal.as_ref(), place))?;
+            let event =
+                event.map_err(|error| self.end_session(error, journal.as_ref(), process))?;
             if let Event::Stopped { step } = event {
                 stopped_after = Some(step);
             }
@@ -171,7 +177,7 @@ impl Args {
         }
         let path = trainer.path().to_owned();
         if let Some(n_done) = stopped_after {
-            return Err(self.stop_error(n_done, &trainer, place));
+            return Err(self.stop_error(n_done, &trainer, process));
         }
         if let Some(journal) = &mut journal {
             journal.finish(trainer.session())?;
@@ -180,12 +186,12 @@ impl Args {
     }
 
     /// Returns the error for a run that a signal stopped after `done` steps.
-    fn stop_error(&self, done: u64, trainer: &Trainer, place: Place) -> Error {
+    fn stop_error(&self, done: u64, trainer: &Trainer, process: ProcessPlace) -> Error {
         let path = hint::in_shell(trainer.path().display());
         let options = self.option_string();
         let hint = format!("to resume: candle-distributed train --out {path} --resume{options}");
         let kind = ErrorKind::Stopped { done, steps: trainer.run().spec.steps };
-        report_on_first(Error::from(kind).with_hint(hint), place)
+        report_on_first(Error::from(kind).with_hint(hint), process)
     }
 
     /// Explains an error of a step. If every process ends with it, the session is complete, and its
@@ -194,9 +200,9 @@ impl Args {
         &self,
         error: finetune::Error,
         journal: Option<&Journal>,
-        place: Place,
+        process: ProcessPlace,
     ) -> Error {
-        let error = self.explain_error(error, place);
+        let error = self.explain_error(error, process);
         if error.ends_all_processes()
             && let Some(journal) = journal
             && let Err(drawing_error) = journal.draw()
@@ -208,7 +214,7 @@ impl Args {
 
     /// Adds a hint to an error of training. An error that every process has is only reported by the
     /// first process.
-    fn explain_error(&self, error: finetune::Error, place: Place) -> Error {
+    fn explain_error(&self, error: finetune::Error, process: ProcessPlace) -> Error {
         match &error {
             finetune::Error::Run(RunError::Diverged { checkpoint, .. }) => {
                 let last = match checkpoint {
@@ -221,10 +227,10 @@ impl Args {
                      --resume{options} --check, try another --seed, or continue with \
                      --resume{options} --allow-non-finite"
                 );
-                report_on_first(Error::from(error).with_hint(hint), place)
+                report_on_first(Error::from(error).with_hint(hint), process)
             }
             finetune::Error::Run(RunError::WentOn { .. } | RunError::NotShared { .. }) => {
-                report_on_first(error.into(), place)
+                report_on_first(error.into(), process)
             }
             _ => error.into(),
         }
@@ -264,10 +270,10 @@ impl Args {
             format!("has --checkpoint-every {}", run.checkpoint_every),
             format!("has --check {}", self.check),
             format!("has --allow-non-finite {allow_non_finite}"),
-            format!("trains {}", finetune.words()),
-            format!("learns by {}", recipe.words()),
+            format!("trains {}", finetune.to_json()),
+            format!("learns by {}", recipe.to_json()),
             match &run.sharding {
-                Some(sharding) => format!("is sharded by {}", sharding.words()),
+                Some(sharding) => format!("is sharded by {}", sharding.to_json()),
                 None => "is not sharded".into(),
             },
             format!("has --dry-run {}", self.dry_run),
@@ -277,14 +283,14 @@ impl Args {
 }
 
 /// Prints that a run has no steps left.
-fn print_complete(place: Place, path: &Path) -> Result<()> {
-    place.print(|out| writeln!(out, "the run in {} is complete", path.display()))
+fn print_complete(process: ProcessPlace, path: &Path) -> Result<()> {
+    process.print(|out| writeln!(out, "the run in {} is complete", path.display()))
 }
 
 /// Returns the error in the first process. The other processes get an error with the same exit code
 /// that is not printed.
-fn report_on_first(error: Error, place: Place) -> Error {
-    if place.is_first() {
+fn report_on_first(error: Error, process: ProcessPlace) -> Error {
+    if process.is_first() {
         return error;
     }
     let exit_code = error.exit_code();
@@ -400,22 +406,22 @@ mod tests {
             let line = line.chain(["--data".as_ref(), data.as_os_str()]);
             Line::parse_from(line.chain(["--out".as_ref(), out.as_os_str()])).train
         };
-        let prepare = |args: &Args, place| match args.prepare(place).unwrap() {
+        let prepare = |args: &Args, process| match args.prepare(process).unwrap() {
             Start::Train(run) => run,
             Start::Complete(path) => panic!("{} is complete", path.display()),
         };
         let too_large_to_generate = |more: &[&str]| {
             let args = train(more);
-            let place = args.devices.place(DEFAULT_WORLD_SIZE).unwrap();
-            args.too_large_to_generate(place, &prepare(&args, place)).unwrap()
+            let process = args.devices.place(DEFAULT_WORLD_SIZE).unwrap();
+            args.too_large_to_generate(process, &prepare(&args, process)).unwrap()
         };
         assert_eq!(too_large_to_generate(&[]), None);
         assert!(too_large_to_generate(&["--lora", "1", "--strategy", "full"]).is_some());
 
         // Held-out examples take memory as well.
         let args = train(&["--batch-size", "1", "--validation", "0.5"]);
-        let place = args.devices.place(DEFAULT_WORLD_SIZE).unwrap();
-        assert_eq!(prepare(&args, place).steps().unwrap().len(), 2);
+        let process = args.devices.place(DEFAULT_WORLD_SIZE).unwrap();
+        assert_eq!(prepare(&args, process).steps().unwrap().len(), 2);
     }
     #[test]
     fn a_wrong_gradient_has_a_hint() {

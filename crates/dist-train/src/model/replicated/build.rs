@@ -45,7 +45,7 @@ pub(crate) fn build<M, O: Optimizer>(
     model: &TypedConstructor<'_, M>,
     optimizer: &dyn Fn(Group) -> CandleResult<O>,
 ) -> Result<(Inventory, Vec<SharedSlot<O>>, Replicated<M>)> {
-    let map = config.map.clone().unwrap_or_else(VarMap::new);
+    let map = config.var_map.clone().unwrap_or_else(VarMap::new);
     let Prepared { inventory, vars, dtype } = mesh.all_ok(prepare(mesh, config, &map, model))?;
     let dtypes = vars.iter().map(|var| var.dtype());
     settings::check(mesh, &settings::model_settings(&inventory, dtypes, config, false))?;
@@ -76,7 +76,7 @@ pub(crate) fn build<M, O: Optimizer>(
     let built: CandleResult<Vec<_>> = duties.iter().map(|duties| builder.build(duties)).collect();
     let result = built.and_then(|built| vars::add(&map, &inventory, &vars).map(|()| built));
     let (slots, workers) = mesh.all_ok(result.map_err(cannot_build))?.into_iter().unzip();
-    Ok((inventory, slots, Replicated { workers, n_sets, is_shared: config.map.is_some() }))
+    Ok((inventory, slots, Replicated { workers, n_sets, is_shared: config.var_map.is_some() }))
 }
 
 /// Inputs for building the slots of a process.
@@ -163,10 +163,14 @@ fn first_variables(
     let needs_value =
         declared.iter().zip(&existing).map(|(declared, existing)| (declared, existing.is_none()));
     let weights: Option<&Path> = config.weights_path.as_deref();
-    let initial =
-        InitialValues::new(config.initializer.clone(), weights, &config.choices, needs_value)?;
+    let initial = InitialValues::new(
+        config.initializer.clone(),
+        weights,
+        &config.role_patterns,
+        needs_value,
+    )?;
     let mut vars = Vec::with_capacity(declared.len());
-    for ((declared, existing), role) in declared.iter().zip(existing).zip(&roles.of) {
+    for ((declared, existing), role) in declared.iter().zip(existing).zip(&roles.by_variable) {
         if let Some(var) = existing {
             vars.push(var);
             continue;
@@ -195,7 +199,7 @@ fn check_distinct(declared: &[Declared], existing: &[Option<Var>]) -> Result<(),
         if let Some((first, _)) = named[..position].iter().find(|(_, other)| other.id() == var.id())
         {
             let (first, second) = (first.name.clone(), second.name.clone());
-            return Err(TrainingError::SameVariable { first, second });
+            return Err(TrainingError::DuplicateVariable { first, second });
         }
     }
     Ok(())
@@ -250,7 +254,7 @@ fn slot<O>(
         rounded,
         param,
         start: 0,
-        trained: trained.binary_search(&param).ok(),
+        trained_index: trained.binary_search(&param).ok(),
         is_primary: is_first_set && duties.owned.contains(&param),
         is_saved: duties.saved.contains(&param),
         is_loaded: duties.loaded.contains(&param),

@@ -101,7 +101,7 @@ impl VarSet {
     /// copies of the buffers, because the slots' forward passes change buffers at the same time.
     pub(super) fn slot_vars(&self, slot: usize, roles: &Roles) -> Result<Vec<Var>> {
         let mut vars = Vec::with_capacity(self.vars.len());
-        for (var, &role) in self.vars.iter().zip(&roles.of) {
+        for (var, &role) in self.vars.iter().zip(&roles.by_variable) {
             vars.push(match role {
                 Role::Buffer if slot != self.slots[0] => copy_to(var, var.device())?,
                 _ => var.clone(),
@@ -118,7 +118,7 @@ impl VarSet {
         precision: Precision,
     ) -> Result<Vec<Option<Var>>> {
         let mut copies = Vec::with_capacity(self.vars.len());
-        for (var, &role) in self.vars.iter().zip(&roles.of) {
+        for (var, &role) in self.vars.iter().zip(&roles.by_variable) {
             let dtype = precision.compute_dtype(var.dtype());
             copies.push(if role == Role::Buffer || dtype == var.dtype() {
                 None
@@ -152,7 +152,9 @@ pub(super) fn builder(
     device: &Device,
 ) -> VarBuilder<'static> {
     let mut tensors = BTreeMap::new();
-    for (((name, _), var), role) in inventory.parameters.iter().zip(vars).zip(&inventory.roles.of) {
+    for (((name, _), var), role) in
+        inventory.parameters.iter().zip(vars).zip(&inventory.roles.by_variable)
+    {
         let tensor = match role {
             // Layers set buffers, and so need the variable itself.
             Role::Buffer => var.as_tensor().clone(),
@@ -209,7 +211,7 @@ pub(super) fn assign_duties(
                 positions.into_iter().map(|position| trained[position]).collect();
             // A trained variable belongs to the slot that updates it, and any other variable to the
             // first slot of the set.
-            let belongs_to_slot = |var: &usize| match inventory.roles.of[*var] {
+            let belongs_to_slot = |var: &usize| match inventory.roles.by_variable[*var] {
                 Role::Trained(_) => owned.contains(var),
                 Role::Frozen | Role::Buffer => {
                     slot == set.slots[0] && inventory.roles.is_saved(*var)
@@ -217,7 +219,9 @@ pub(super) fn assign_duties(
             };
             let saved = saved_by_this_set.iter().copied().filter(belongs_to_slot).collect();
             let loaded = (0..sizes.len())
-                .filter(|var| belongs_to_slot(var) || inventory.roles.of[*var] == Role::Buffer)
+                .filter(|var| {
+                    belongs_to_slot(var) || inventory.roles.by_variable[*var] == Role::Buffer
+                })
                 .collect();
             duties.push(SlotDuties { slot, set: set_index, owned, saved, loaded });
         }
@@ -231,7 +235,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::step::roles::Choices;
+    use crate::step::roles::RolePatterns;
 
     fn set(slots: &[usize]) -> VarSet {
         VarSet { vars: Vec::new(), slots: slots.to_vec() }
@@ -241,8 +245,8 @@ mod tests {
         let names = ["a", "b", "c", "d.running_mean", "e", "f", "g"];
         let parameters =
             names.iter().zip(sizes).map(|(name, &size)| (String::from(*name), vec![size]));
-        let choices = Choices { frozen: vec!["e".to_owned()], ..Choices::default() };
-        let roles = choices.roles(&names).unwrap();
+        let patterns = RolePatterns { frozen: vec!["e".to_owned()], ..RolePatterns::default() };
+        let roles = patterns.roles(&names).unwrap();
         Inventory { parameters: parameters.collect(), roles }
     }
 

@@ -89,7 +89,8 @@ impl Accumulated {
     fn add<O>(&mut self, ctx: &Replica, slot: &Slot<O>, gradients: Gradients) -> Result<()> {
         let used = agreement::any(ctx, &gradients.used)?;
         // If no slot has a gradient for a parameter, its sum consists of zeros from all slots.
-        let is_used = |var: usize| slot.vars[var].trained.is_some_and(|trained| used[trained]);
+        let is_used =
+            |var: usize| slot.vars[var].trained_index.is_some_and(|trained| used[trained]);
         let mut sums = gradients.sums;
         for (var, sum) in sums.iter_mut().enumerate() {
             if !is_used(var) {

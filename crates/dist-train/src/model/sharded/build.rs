@@ -30,7 +30,7 @@ use crate::{
     sharded::{ShardVar, ShardedVars},
     step::{inventory::Inventory, roles::Role},
     units::{
-        keep::Keep,
+        keep_rules::Keep,
         model::{Model, Unit, UnitMember},
         rules::{Member, UnitRules},
     },
@@ -88,7 +88,7 @@ impl Description<'_> {
     /// Prepares a process without communication, and without memory for the model.
     fn prepare(&self) -> Result<Prepared> {
         let Self { config, sharding, .. } = self;
-        sharding.check_in_backward(&config.options)?;
+        sharding.check_in_backward(&config.step_options)?;
         let home = &self.mesh.devices()[0];
         let mut declared = declare(self.declare, self.dtype(), home).map_err(cannot_build)?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
@@ -116,8 +116,12 @@ impl Description<'_> {
         }
         let needs_value = declared.iter().map(|declared| (declared, true));
         let weights = config.weights_path.as_deref();
-        let initial =
-            InitialValues::new(config.initializer.clone(), weights, &config.choices, needs_value)?;
+        let initial = InitialValues::new(
+            config.initializer.clone(),
+            weights,
+            &config.role_patterns,
+            needs_value,
+        )?;
         let fingerprints = || -> Result<Fingerprints> {
             let init = initial.init.fingerprint(&declared)?;
             Ok(Fingerprints { init, weights: initial.fingerprint(&declared)? })
@@ -139,7 +143,7 @@ impl Description<'_> {
             // Compared before the plan, which contains the kept units too.
             ("keep", settings::debug_fingerprint(keeps)),
             ("prefetch", sharding.n_prefetched as u64),
-            ("accumulation", settings::debug_fingerprint(&sharding.reduction)),
+            ("accumulation", settings::debug_fingerprint(&sharding.accumulation)),
             ("optimizer_in_backward", sharding.updates_in_backward.into()),
             ("strategy", settings::debug_fingerprint(plan)),
             ("init", init),
@@ -170,7 +174,7 @@ impl Description<'_> {
             inventory: Arc::new(inventory),
             dtype: precision.compute_dtype(self.dtype()),
             precision,
-            accumulation: sharding.reduction,
+            accumulation: sharding.accumulation,
             updates_in_backward: sharding.updates_in_backward,
             prefetch: sharding.n_prefetched,
             orders: Mutex::default(),
@@ -214,11 +218,11 @@ pub(super) fn check_replicas_equal(mesh: &DeviceMesh, model: &Model) -> Result<(
     }
     let slot_fingerprints = |slot| -> Result<Vec<u64>> {
         let mut fingerprints = vec![Fingerprint::new(); periods.len()];
-        for part in vars.parts(slot) {
-            let param = position(inventory, plan.parameters()[part.param_idx].info().name());
+        for shard in vars.shards(slot) {
+            let param = position(inventory, plan.parameters()[shard.param_idx].info().name());
             if periods[param].is_some() {
                 fingerprints[param].write_u64(
-                    settings::value_fingerprint(&part.var).doing("comparing parameters")?,
+                    settings::value_fingerprint(&shard.var).doing("comparing parameters")?,
                 );
             }
         }
@@ -263,7 +267,7 @@ fn unit_over_half(plan: &ShardingPlan) -> Option<&str> {
 
 /// Rejects a plan with different parameters or units.
 fn check_fits(plan: &ShardingPlan, infos: &[ParameterInfo]) -> Result<(), ShardingError> {
-    let other = |reason: String| Err(ShardingError::OtherPlan { reason });
+    let other = |reason: String| Err(ShardingError::PlanMismatch { reason });
     for info in infos {
         let Some(position) = plan.index_of(info.name()) else {
             return other(format!("it has no parameter {}", info.name()));
@@ -319,7 +323,7 @@ fn unit_members(
         let param = position(inventory, &names.name);
         unit_members.push(UnitMember {
             names,
-            trained: trained.binary_search(&param).ok(),
+            trained_index: trained.binary_search(&param).ok(),
             may_be_unused: inventory.roles.may_be_unused[param],
             shape: declared[param].shape.dims().to_vec(),
             dtype: widened_dtype(declared[param].dtype),
@@ -337,9 +341,9 @@ fn build_slot<O>(
     let Model { vars, inventory, .. } = model;
     let trained = inventory.roles.trained();
     let mut slot_vars = Vec::new();
-    for ShardVar { param_idx, start, var, is_primary } in vars.parts(slot).iter().cloned() {
+    for ShardVar { param_idx, start, var, is_primary } in vars.shards(slot).iter().cloned() {
         let param = position(inventory, vars.plan().parameters()[param_idx].info().name());
-        let trained = trained.binary_search(&param).ok();
+        let trained_index = trained.binary_search(&param).ok();
         let is_loaded = inventory.roles.is_saved(param);
         let is_saved = is_primary && is_loaded;
         slot_vars.push(SlotVar {
@@ -347,7 +351,7 @@ fn build_slot<O>(
             rounded: None,
             param,
             start,
-            trained,
+            trained_index,
             is_primary,
             is_saved,
             is_loaded,
@@ -371,7 +375,7 @@ fn build_slot<O>(
 fn optimizer_params(model: &Model) -> Vec<(usize, Vec<usize>)> {
     let Inventory { roles, .. } = &*model.inventory;
     let mut together: BTreeMap<(usize, Vec<&String>), Vec<usize>> = BTreeMap::new();
-    for (param, role) in roles.of.iter().enumerate() {
+    for (param, role) in roles.by_variable.iter().enumerate() {
         let Role::Trained(group) = *role else { continue };
         let units = if model.updates_in_backward {
             model.units_of(model.inventory.name(param)).collect()

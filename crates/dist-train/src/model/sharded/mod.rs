@@ -134,7 +134,8 @@ impl<'a, O> ShardedPass<'a, O> {
             }
             // If a parameter is used, every slot has sums for all its shards.
             let name = inventory.name(param);
-            gradients.push(Some(vars.gather_with(name, |slot, part| sums[slot][part].clone())?));
+            let sum = |local_slot: usize, shard_idx: usize| sums[local_slot][shard_idx].clone();
+            gradients.push(Some(vars.gather_with(name, sum)?));
         }
         Ok(gradients)
     }

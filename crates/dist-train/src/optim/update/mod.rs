@@ -54,7 +54,7 @@ impl Variable {
     }
 
     /// Sets the master weights to the variable's values where the caller has changed them.
-    pub(super) fn adopt(&self) -> Result<()> {
+    pub(super) fn refresh_master(&self) -> Result<()> {
         self.master.as_ref().map_or(Ok(()), |master| master.set(&self.current()?))
     }
 

@@ -210,7 +210,7 @@ pub(crate) fn train(
 pub(crate) fn train_plain(parts: usize, rows: usize, steps: usize) -> Trained {
     let vars = initial_variables();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
-    let model = Units::by(rules(), build)(vb).unwrap();
+    let model = Units::constructor(rules(), build)(vb).unwrap();
     let named: BTreeMap<_, _> = vars.data().lock().unwrap().clone().into_iter().collect();
     let mut optimizer = adam_for(named.values().cloned().collect()).unwrap();
     let mut losses = Vec::new();

@@ -101,7 +101,7 @@ fn different_units_are_rejected() {
     const LEFT_OUT: [&str; 3] = ["0", "2", "3"];
     let mesh = DeviceMesh::cpu(2).unwrap();
     let check = |error: Error| {
-        let Error::Training(TrainingError::OtherUnits { left_units, right_units, .. }) = &error
+        let Error::Training(TrainingError::UnitMismatch { left_units, right_units, .. }) = &error
         else {
             panic!("{error}")
         };

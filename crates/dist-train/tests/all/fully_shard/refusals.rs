@@ -45,13 +45,13 @@ fn unfit_plans_are_rejected() {
     let three = with(&DeviceMesh::cpu(3).unwrap());
     assert_eq!(three.unwrap_err(), ShardingError::World { ranks: 2, slots: 3 });
     let whole = FullyShard::builder(&two, layers::<2>).plan(plan.clone()).build(adam);
-    let Err(Error::Sharding(ShardingError::OtherPlan { reason })) = whole else { panic!() };
+    let Err(Error::Sharding(ShardingError::PlanMismatch { reason })) = whole else { panic!() };
     assert_eq!(reason, "it has no parameter 0.bias");
     let infos: Vec<_> = plan.parameters().iter().map(|planned| planned.info().clone()).collect();
     let frozen: Vec<_> = infos.iter().map(|info| info.clone().with_requires_grad(false)).collect();
     let frozen = Full::new(Layout::Dim0).plan(&frozen, plan.world_size()).unwrap();
     let other = sharded(&two).plan(frozen).build(adam);
-    assert!(matches!(other, Err(Error::Sharding(ShardingError::OtherPlan { .. }))));
+    assert!(matches!(other, Err(Error::Sharding(ShardingError::PlanMismatch { .. }))));
 }
 
 #[test]

@@ -54,7 +54,7 @@ impl Golden {
     pub(crate) fn units(&self, variables: &BTreeMap<String, Var>) -> Units {
         let named = variables.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone()));
         let vb = VarBuilder::from_tensors(named.collect(), DType::F32, &Device::Cpu);
-        Units::by(self.llama.units(), |vb| self.llama.declare(&vb))(vb).unwrap()
+        Units::constructor(self.llama.units(), |vb| self.llama.declare(&vb))(vb).unwrap()
     }
 
     /// Reads rows of token ids or labels.

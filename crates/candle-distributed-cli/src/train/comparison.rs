@@ -32,13 +32,14 @@ pub(crate) const TRAFFIC_HEADS: [&str; 5] =
     ["a device in a step", "planned calls", "counted", "planned bytes", "counted"];
 
 impl Comparison {
-    /// Returns a row per term of the prediction, and a row for their sum. Only the first term, the
-    /// memory before training, and the sum have a measured value.
+    /// Returns a row per term of the prediction, and a row for their sum. Only two rows have a
+    /// measured value: the first term, which is the memory before training, and the sum.
     pub(crate) fn memory_rows(&self) -> Vec<Vec<String>> {
         let format_bytes = |bytes: u64| HumanBytes(bytes.into()).to_string();
-        let mut rows: Vec<Vec<String>> = Vec::new();
-        for &(name, term) in &self.memory.terms {
-            let measured = if rows.is_empty() { format_bytes(term) } else { String::new() };
+        let mut rows = Vec::new();
+        for (index, &(name, term)) in self.memory.terms.iter().enumerate() {
+            // The prediction takes its first term from a measurement before training.
+            let measured = if index == 0 { format_bytes(term) } else { String::new() };
             rows.push(vec![name.to_owned(), format_bytes(term), measured]);
         }
         let peak = self.peak_bytes.map_or_else(|| String::from("unknown"), format_bytes);
@@ -73,10 +74,10 @@ impl Comparison {
     /// Returns a note on the memory table and a note on the traffic table.
     pub(crate) fn notes(&self) -> [&'static str; 2] {
         let traffic = if self.planned.is_some() {
-            "bytes count a device's own shards and gradients; counted but not planned are the loss, \
-             the norm of the gradients, and agreements between devices"
+            "bytes are of a device's own shards and gradients; the counts include the loss, the \
+             gradient norm and agreements between devices, which are not in the plan"
         } else {
-            "the plan of a run that is not sharded sends nothing"
+            "a run that is not sharded has no plan, so only its counted traffic is shown"
         };
         let memory = if self.on_processors {
             "measured is the largest resident memory that the system reports of a process"
@@ -131,7 +132,7 @@ impl fmt::Display for PeakMemory {
         let Self { peak_bytes, n_devices, model_bytes } = *self;
         let ModelBytes { whole_bytes, sharded_bytes, is_sharded } = model_bytes;
         let (whole_note, sharded_note) =
-            if is_sharded { ("", ", as here") } else { (", as here", "") };
+            if is_sharded { ("", " (this run)") } else { (" (this run)", "") };
         let device_bytes = u128::from(peak_bytes) / u128::from(n_devices.max(1));
         let devices = if n_devices == 1 {
             "its device".into()
@@ -145,9 +146,9 @@ impl fmt::Display for PeakMemory {
             HumanBytes(device_bytes)
         )?;
         write!(f, "for {devices}; parameters, gradients and optimizer state: ")?;
-        write!(f, "{} per device whole{whole_note}, ", HumanBytes(whole_bytes))?;
-        write!(f, "{} per rank sharded by the plan{sharded_note}; ", HumanBytes(sharded_bytes))?;
-        write!(f, "activations are in neither")
+        write!(f, "{} per device if whole{whole_note}, ", HumanBytes(whole_bytes))?;
+        write!(f, "{} per rank if sharded by the plan{sharded_note}; ", HumanBytes(sharded_bytes))?;
+        write!(f, "both without activations")
     }
 }
 
@@ -160,12 +161,14 @@ mod tests {
         let model_bytes = ModelBytes { whole_bytes: 2048, sharded_bytes: 1024, is_sharded: false };
         let memory = PeakMemory { peak_bytes: 4096, n_devices: 2, model_bytes };
         let words = "peak memory of the process: 4.00 KiB, 2.00 KiB for each of its 2 devices; \
-                     parameters, gradients and optimizer state: 2.00 KiB per device whole, as \
-                     here, 1.00 KiB per rank sharded by the plan; activations are in neither";
+                     parameters, gradients and optimizer state: 2.00 KiB per device if whole \
+                     (this run), 1.00 KiB per rank if sharded by the plan; both without \
+                     activations";
         assert_eq!(memory.to_string(), words);
         let sharded =
             PeakMemory { model_bytes: ModelBytes { is_sharded: true, ..model_bytes }, ..memory };
-        let words = "2.00 KiB per device whole, 1.00 KiB per rank sharded by the plan, as here;";
+        let words =
+            "2.00 KiB per device if whole, 1.00 KiB per rank if sharded by the plan (this run);";
         assert!(sharded.to_string().contains(words), "{sharded}");
     }
 }

@@ -26,7 +26,8 @@ use crate::{
     error::training::TrainingError,
     loss, tree,
     units::{
-        freed::UnitPass, keep::Keep, model::Unit, session::Session, swap_storage::shares_memory,
+        freed_params::UnitPass, keep_rules::Keep, model::Unit, session::Session,
+        swap_storage::shares_memory,
     },
 };
 
