@@ -20,8 +20,8 @@ use crate::{
 };
 
 /// The file with all weights, or the index of several files.
-const ONE_FILE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const ONE_FILE: &str = "model.safetensors";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
 /// Extensions of unsupported weight files.
 const UNSUPPORTED_EXTENSIONS: [&str; 5] = ["bin", "pt", "pth", "gguf", "h5"];

@@ -16,7 +16,7 @@ pub enum GenerateError {
         context: usize,
     },
     /// The temperature is not a positive number.
-    #[error("the temperature is {temperature}, must be above 0")]
+    #[error("the temperature is {temperature}, must be a finite number above 0")]
     Temperature {
         /// The temperature.
         temperature: f64,

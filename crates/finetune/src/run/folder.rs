@@ -18,6 +18,7 @@ use crate::{
     cost::traffic::StepTraffic,
     error::{Error, Result, run::RunError},
     files,
+    folder::{INDEX, ONE_FILE},
     run::{
         damage, model_files,
         validations::{self, ValidationPoint},
@@ -89,14 +90,16 @@ pub fn metrics(path: &Path) -> Result<Metrics> {
     Ok(metrics)
 }
 
-/// Returns the names of the files and folders of a run in the folder `path`.
+/// Returns the names of the files and folders of a run, or of a model, in the folder `path`.
 ///
 /// # Errors
 ///
 /// [`Error::Io`] if the folder cannot be read.
 pub(crate) fn contents(path: &Path) -> Result<Vec<&'static str>> {
     let mut found = Vec::new();
-    for name in [spec::FILE, METRICS, validations::FILE, MODEL_FOLDER, BEST, ADAPTER, CHECKPOINTS] {
+    let names = [spec::FILE, METRICS, validations::FILE, MODEL_FOLDER, BEST, ADAPTER, CHECKPOINTS];
+    // A run in the folder of a model would mix their files.
+    for name in names.into_iter().chain([ONE_FILE, INDEX]) {
         let path = path.join(name);
         // A link counts, wherever it points.
         match fs::symlink_metadata(&path) {
@@ -577,7 +580,7 @@ pub(crate) mod tests {
         assert!(is_rejected(&run));
         assert!(RunFolder::create(&run, &spec()).is_err(), "another program made it meanwhile");
 
-        for name in [MODEL_FOLDER, METRICS, spec::FILE, CHECKPOINTS] {
+        for name in [MODEL_FOLDER, METRICS, spec::FILE, CHECKPOINTS, ONE_FILE, INDEX] {
             let other = parent.path().join(name.replace('.', "-"));
             fs::create_dir(&other).unwrap();
             fs::write(other.join(name), "kept").unwrap();

@@ -31,6 +31,8 @@ pub(crate) enum Item {
 /// [`ExampleError::Line`] if a line is not an item, [`ExampleError::KindMismatch`] if an item is of
 /// another kind than the first item.
 pub(crate) fn items(path: &Path, content: &str) -> Result<Vec<(SourceLocation, Item)>> {
+    // Some programs begin a text with a byte order mark, which is no part of it.
+    let content = content.strip_prefix('\u{feff}').unwrap_or(content);
     if has_line_items(path) {
         return line_items(path, content);
     }
@@ -162,4 +164,18 @@ fn parse_messages(value: Value) -> Result<Vec<Message>, String> {
         return Err("has an empty message of the assistant".into());
     }
     Ok(messages)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn byte_order_mark_is_no_text() {
+        for (path, content) in [("a.jsonl", "\u{feff}\"a text\"\n"), ("a.txt", "\u{feff}a text\n")] {
+            let found = items(Path::new(path), content).unwrap();
+            let found: Vec<Item> = found.into_iter().map(|(_, item)| item).collect();
+            assert_eq!(found, [Item::Text("a text".to_owned())], "{path}");
+        }
+    }
 }

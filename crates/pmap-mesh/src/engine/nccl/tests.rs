@@ -231,7 +231,7 @@ fn check(axes: &Axes, f: impl Fn(&Replica) -> Result<Vec<Tensor>> + Clone + Send
     for (results, expected) in results.iter().zip(expected.shards()) {
         assert_eq!(results.len(), expected.len());
         for (result, expected) in results.iter().zip(expected) {
-            assert!(same(result, expected).unwrap(), "{result} for {expected}");
+            assert!(bits_equal(result, expected).unwrap(), "{result} for {expected}");
         }
     }
 }
