@@ -169,12 +169,17 @@ impl BatchLimits {
         if let Some(largest) = self.last_boundary().filter(|&largest| largest < length) {
             return Error::NoBucket { index, length, largest };
         }
-        let is_in_budget = length.checked_mul(multiple).is_some_and(|tokens| tokens <= max_tokens);
+        let padded_length = self.checked_padded_length(length);
+        let padded_tokens = padded_length.and_then(|padded| padded.checked_mul(multiple));
+        let is_in_budget = padded_tokens.is_some_and(|tokens| tokens <= max_tokens);
         match self.config.max_cost {
             Some(max_cost) if is_in_budget => {
                 Error::SequenceOverCost { index, length, multiple, max_cost }
             }
-            Some(_) | None => Error::SequenceOverBudget { index, length, multiple, max_tokens },
+            Some(_) | None => {
+                let padded_length = padded_length.unwrap_or(u64::MAX);
+                Error::SequenceOverBudget { index, length, padded_length, multiple, max_tokens }
+            }
         }
     }
 

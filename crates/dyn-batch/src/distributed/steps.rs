@@ -88,7 +88,7 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
     ///
     /// # Errors
     ///
-    /// The errors of [`epoch`](Self::epoch), and [`Error::OtherBatches`] if the state belongs to
+    /// The errors of [`epoch`](Self::epoch), and [`Error::BatchMismatch`] if the state belongs to
     /// other batches.
     pub fn resume(
         &self,
@@ -104,7 +104,7 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
                 steps.remaining.start = step;
                 Ok(steps)
             }
-            Ok(_) | Err(_) => Err(Error::OtherBatches {
+            Ok(_) | Err(_) => Err(Error::BatchMismatch {
                 expected: steps.state().to_string(),
                 found: state.to_string(),
             }),
