@@ -92,7 +92,8 @@ pub(crate) fn activation(x: &Tensor, activation: Activation) -> Result<Tensor> {
             let inner = (x + (x.powf(3.0)? * 0.044_715)?)?;
             (x * 0.5)? * ((inner * 0.797_884_560_802_865_4)?.tanh()? + 1.0)?
         }
-        Activation::Silu => x / (x.neg()?.exp()? + 1.0)?,
+        // Not `x / (exp(-x) + 1)`: its gradient is NaN where exp(-x) overflows.
+        Activation::Silu => x.silu(),
     })
 }
 
@@ -294,6 +295,8 @@ pub(crate) fn cross_entropy(
 
 #[cfg(test)]
 mod tests {
+    use candle_core::Var;
+
     use super::*;
 
     /// Halves with squares that overflow in f16, and sums that stop growing in bf16.
@@ -330,6 +333,16 @@ mod tests {
                 // Of numbers of at most 4.
                 assert!(max_difference(&composed, &fused) <= 4. * digit, "{dtype:?}");
             }
+        }
+    }
+
+    #[test]
+    fn silu_gradient_is_finite_for_low_inputs() {
+        let x = Var::new(&[-100_f32, 0., 100.], &Device::Cpu).unwrap();
+        let y = activation(&x, Activation::Silu).unwrap();
+        let grad = y.backward().unwrap().get(&x).unwrap().to_vec1::<f32>().unwrap();
+        for (slope, expected) in grad.into_iter().zip([0_f32, 0.5, 1.]) {
+            assert!((slope - expected).abs() <= 1e-6, "{slope} instead of {expected}");
         }
     }
 
