@@ -34,8 +34,8 @@ pub(crate) struct RaggedMiddle {
 
 /// The part of a [`RaggedMiddle`] that parameters of similar units have in common.
 ///
-/// The remainder grows by `scaled_step` from bound to bound. Whenever it reaches `scaled_granule`, a
-/// member gets one more granule and the remainder shrinks by `scaled_granule`. All three are in
+/// The remainder grows by `scaled_step` from bound to bound. Whenever it reaches `scaled_granule`,
+/// a member gets one more granule and the remainder shrinks by `scaled_granule`. All three are in
 /// units of 1 / total of a byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct GranuleStride {
@@ -189,7 +189,8 @@ impl RaggedCut {
         }
         // In units of 1 / `total` of a byte, all numbers are integers.
         let scaled_granule = self.granule.checked_mul(total)?;
-        self.buffer_bytes.checked_mul(total)?.checked_add(scaled_granule)?; // nothing below is larger
+        // Nothing below is larger.
+        self.buffer_bytes.checked_mul(total)?.checked_add(scaled_granule)?;
         let first_bound = self.buffer_bytes * first;
         let start = self.start * total;
         // With this shift, rounding down to granules rounds like `bound`.
