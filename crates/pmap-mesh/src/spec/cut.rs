@@ -32,8 +32,7 @@ pub enum Uneven {
     Balanced,
 }
 
-/// The division of a dimension among the slots along some axes: one step of
-/// [`ArgumentCuts`].
+/// The division of a dimension among the slots along some axes: one step of [`ArgumentCuts`].
 #[derive(Debug)]
 struct DimSplit {
     axes: AxisSet,

@@ -122,21 +122,21 @@ impl MpiRound for ReduceRound {
     }
 
     fn pack(&self, to: usize, words: Range<usize>, into: &mut [u64]) -> Result<()> {
-        let byte_ranges: Vec<Range<usize>> = self.run_bytes(to).collect();
+        let run_ranges: Vec<Range<usize>> = self.run_bytes(to).collect();
         pack(
-            spans_in_chunk(byte_ranges.iter().map(Range::len), &words),
-            |run_index: usize| (self.run_tensor(to, run_index), byte_ranges[run_index].start),
+            spans_in_chunk(run_ranges.iter().map(Range::len), &words),
+            |run_index: usize| (self.run_tensor(to, run_index), run_ranges[run_index].start),
             into,
         )
     }
 
     fn consume(&mut self, chunks: &[ReceivedChunk<'_>]) -> Result<()> {
-        let byte_ranges: Vec<Range<usize>> = self.run_bytes(self.own_rank).collect();
+        let run_ranges: Vec<Range<usize>> = self.run_bytes(self.own_rank).collect();
         // All ranks send this rank the same number of words, so their chunks are of one size.
-        let spans = spans_in_chunk(byte_ranges.iter().map(Range::len), &chunks[0].range);
+        let spans = spans_in_chunk(run_ranges.iter().map(Range::len), &chunks[0].range);
         spans
             .iter()
-            .try_for_each(|span| self.reduce(span, byte_ranges[span.run_index].start, chunks))
+            .try_for_each(|span| self.reduce(span, run_ranges[span.run_index].start, chunks))
     }
 
     fn finish(mut self: Box<Self>) -> Result<RoundOutcome> {
