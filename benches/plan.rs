@@ -13,7 +13,7 @@ use candle_distributed::{
         reshard::Reshard,
         search::Search,
         source,
-        strategy::{Full, Hybrid, LayerOrder, LayerWise, Layout, ShardingStrategy, WholeTensor},
+        strategy::{Full, Hybrid, LayerSharing, LayerWise, Layout, ShardingStrategy, WholeTensor},
     },
     types::{Placement, WorldSize},
 };
@@ -37,7 +37,7 @@ fn strategies() -> [(&'static str, Box<dyn ShardingStrategy>); 7] {
         ("layer_wise", Box::new(LayerWise::default())),
         (
             "layer_wise_contiguous",
-            Box::new(LayerWise::default().with_order(LayerOrder::Contiguous)),
+            Box::new(LayerWise::default().with_sharing(LayerSharing::Contiguous)),
         ),
         ("whole_tensor", Box::new(WholeTensor)),
         ("hybrid", Box::new(Hybrid::default())),

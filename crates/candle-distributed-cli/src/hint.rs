@@ -271,7 +271,7 @@ fn batch(error: &batch::Error) -> Option<Cow<'static, str>> {
              the last batches out, --remainder repeat reads the first batches twice"
                 .into(),
         ),
-        batch::Error::OtherBatches { .. } => Some(
+        batch::Error::BatchMismatch { .. } => Some(
             "resume with the lengths, the order and the options of the run that wrote the state; \
              only --rank may differ"
                 .into(),

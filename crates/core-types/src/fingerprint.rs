@@ -7,7 +7,7 @@ use std::{
     path::Path,
 };
 
-use crate::index::Seed;
+use crate::seed::Seed;
 
 /// The number of bytes read at a time: a multiple of the word size, so that only the last word of a
 /// file may be incomplete.

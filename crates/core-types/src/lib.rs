@@ -18,16 +18,16 @@ pub mod files;
 mod fingerprint;
 #[doc(hidden)]
 pub mod human;
-mod index;
 mod launch;
 mod rank;
+mod seed;
 mod shuffle;
 pub mod split;
 
 pub use crate::{
     fingerprint::Fingerprint,
-    index::{Epoch, Seed},
     launch::{Error as LaunchError, LaunchEnv, Launcher},
     rank::{Error, Placement, Rank, Result, WorldSize},
+    seed::{Epoch, Seed},
     shuffle::shuffle,
 };

@@ -35,7 +35,7 @@ pub fn shuffle<T>(items: &mut [T], mut draw: impl FnMut(u64) -> u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::index::Seed;
+    use crate::seed::Seed;
 
     #[test]
     fn shuffle_draws_once_per_item() {

@@ -30,7 +30,7 @@ impl SamplerState {
 
     /// Limit on the worlds that read one epoch in turn.
     ///
-    /// Each world adds a step to reading an index of a resumed epoch.
+    /// The cost of looking up an index in a resumed epoch grows with the number of worlds.
     pub(crate) const MAX_STAGES: usize = 1024;
 
     /// Returns the epoch.

@@ -96,8 +96,8 @@ impl TryFrom<UncheckedBatch> for Batch {
         let size = indices.len() as u64;
         // A padded batch has one row per sequence, a packed batch has one row.
         for rows in [size, 1] {
-            let has_tokens = rows.checked_mul(padded_length) == Some(padded_tokens);
-            if has_tokens && real_tokens <= padded_tokens {
+            let is_row_count = rows.checked_mul(padded_length) == Some(padded_tokens);
+            if is_row_count && real_tokens <= padded_tokens {
                 return Ok(Self { indices, rows, padded_length, real_tokens });
             }
         }

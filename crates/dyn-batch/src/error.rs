@@ -106,13 +106,16 @@ pub enum Error {
     },
     /// The smallest batch with this sequence exceeds the token budget.
     #[error(
-        "a batch of {multiple} with sequence {index} of length {length} is above max_tokens {max_tokens}"
+        "a batch of {multiple} with sequence {index} of length {length}{} is above max_tokens {max_tokens}",
+        padding_note(*.length, *.padded_length)
     )]
     SequenceOverBudget {
         /// Index of the sequence.
         index: u64,
         /// Length of the sequence, after truncation.
         length: u64,
+        /// Length of the sequence with padding, `u64::MAX` if 64 bits cannot hold it.
+        padded_length: u64,
         /// Size of the smallest batch.
         multiple: u64,
         /// Token budget, `u64::MAX` if unset.
@@ -176,7 +179,7 @@ pub enum Error {
     },
     /// The state was saved with other lengths, another order or another configuration.
     #[error("the state belongs to other batches: found {found}, expected {expected}")]
-    OtherBatches {
+    BatchMismatch {
         /// Expected state: the state at the start of the sampler's batches.
         expected: String,
         /// Saved state.
@@ -232,4 +235,9 @@ pub enum Error {
         /// Length of the row.
         row_length: u64,
     },
+}
+
+/// Returns the note of a message on a length that padding increases, or an empty string.
+fn padding_note(length: u64, padded_length: u64) -> String {
+    if padded_length == length { String::new() } else { format!(" ({padded_length} with padding)") }
 }

@@ -69,7 +69,8 @@ impl BatchLimits {
         check_strategy(&config)?;
         let (max_batch_size, max_tokens) = size_limits(&config)?;
         check_multiple(&config, max_tokens)?;
-        // A multiple beyond the address space never fills; neither does `usize::MAX`.
+        // No group of more than `usize::MAX` sequences is ever complete, nor is a group of
+        // `usize::MAX`, so clamping changes nothing.
         let group_len = usize::try_from(config.batch_size_multiple).unwrap_or(usize::MAX);
         let mut limits = Self { config, max_batch_size, max_tokens, longest: None, group_len };
         limits.longest = limits.find_longest();
@@ -169,12 +170,17 @@ impl BatchLimits {
         if let Some(largest) = self.last_boundary().filter(|&largest| largest < length) {
             return Error::NoBucket { index, length, largest };
         }
-        let is_in_budget = length.checked_mul(multiple).is_some_and(|tokens| tokens <= max_tokens);
+        let padded_length = self.checked_padded_length(length);
+        let padded_tokens = padded_length.and_then(|padded| padded.checked_mul(multiple));
+        let is_in_budget = padded_tokens.is_some_and(|tokens| tokens <= max_tokens);
         match self.config.max_cost {
             Some(max_cost) if is_in_budget => {
                 Error::SequenceOverCost { index, length, multiple, max_cost }
             }
-            Some(_) | None => Error::SequenceOverBudget { index, length, multiple, max_tokens },
+            Some(_) | None => {
+                let padded_length = padded_length.unwrap_or(u64::MAX);
+                Error::SequenceOverBudget { index, length, padded_length, multiple, max_tokens }
+            }
         }
     }
 
@@ -239,8 +245,9 @@ impl BatchLimits {
         rows - rows % self.config.batch_size_multiple
     }
 
-    /// Returns the size of a full batch among the first `len` sequences of an open batch, or `None`
-    /// if the open batch can grow.
+    /// Returns how many of the first `len` sequences of an open batch to close as a batch, always
+    /// the first ones, or `None` if the open batch can take another group. `max_rows` is the limit
+    /// for a batch of all `len` sequences.
     ///
     /// A batch is full as soon as the next group, however short, would exceed `max_rows`. The
     /// result does not depend on later sequences, so waiting for them would only delay the batch.
@@ -249,6 +256,8 @@ impl BatchLimits {
         match (len as u64).cmp(&max_rows) {
             Ordering::Less => None,
             Ordering::Equal => Some(len),
+            // The last group lowered `max_rows` below `len`. The batch without this group respects
+            // the limit that held before.
             Ordering::Greater => Some((len.div_ceil(self.group_len) - 1) * self.group_len),
         }
     }
@@ -358,8 +367,9 @@ fn implied_budget(config: &BatchConfig) -> Result<u64> {
 
 fn check_multiple(config: &BatchConfig, max_tokens: u64) -> Result<()> {
     let multiple = config.batch_size_multiple;
-    // Use the configured `max_batch_size`, because a budget computed from it then holds a group of
-    // the longest sequences.
+    // Check the configured `max_batch_size` even where `size_limits` replaced it by a token budget:
+    // if it holds a group, then the budget, `max_batch_size` × `max_sequence_length`, holds a group
+    // of the longest sequences.
     let limits = [("max_batch_size", config.max_batch_size), ("max_tokens", Some(max_tokens))];
     for (setting, limit) in limits {
         if let Some(limit) = limit.filter(|&limit| limit < multiple) {

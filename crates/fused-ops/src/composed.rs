@@ -7,7 +7,7 @@
 use candle_core::{D, DType, Device, Result, Tensor};
 
 use crate::{
-    autograd::seeded,
+    autograd::scalar_with_grad,
     config::{Activation, AttentionConfig},
     kernels::{
         cross_entropy::RowTarget,
@@ -16,8 +16,8 @@ use crate::{
     },
 };
 
-/// Applies `f`, to f32 copies of inputs in half precision, and then rounds the result once. In half
-/// precision, squares would overflow and sums would lose small terms.
+/// Applies `f`. Inputs in half precision are converted to f32 first, and the result is rounded back
+/// once: in half precision, squares would overflow and sums would lose small terms.
 fn compute_halves_in_f32<const N: usize>(
     inputs: [&Tensor; N],
     f: impl FnOnce([&Tensor; N]) -> Result<Tensor>,
@@ -92,7 +92,8 @@ pub(crate) fn activation(x: &Tensor, activation: Activation) -> Result<Tensor> {
             let inner = (x + (x.powf(3.0)? * 0.044_715)?)?;
             (x * 0.5)? * ((inner * 0.797_884_560_802_865_4)?.tanh()? + 1.0)?
         }
-        Activation::Silu => x / (x.neg()?.exp()? + 1.0)?,
+        // Not `x / (exp(-x) + 1)`: its gradient is NaN where exp(-x) overflows.
+        Activation::Silu => x.silu(),
     })
 }
 
@@ -171,9 +172,10 @@ pub(crate) fn attention(
 ) -> Result<Tensor> {
     let (batch, queries, heads, size) = query.dims4()?;
     let keys = key.dim(1)?;
-    let [query, key, value] = [query, &repeat_heads(key, heads)?, &repeat_heads(value, heads)?]
-        .map(|x| x.transpose(1, 2));
-    let scores = query?.contiguous()?.matmul(&key?.t()?.contiguous()?)?;
+    let query = query.transpose(1, 2)?;
+    let key = repeat_heads(key, heads)?.transpose(1, 2)?;
+    let value = repeat_heads(value, heads)?.transpose(1, 2)?;
+    let scores = query.contiguous()?.matmul(&key.t()?.contiguous()?)?;
     let mut scores = (scores * config.scale(size))?;
     if let Some(mask) = &config.mask {
         scores = scores.broadcast_add(&mask.to_dtype(scores.dtype())?)?;
@@ -182,7 +184,7 @@ pub(crate) fn attention(
         let hidden = hidden_keys(config, [batch, queries, keys], scores.device())?;
         scores = scores.broadcast_add(&hidden.to_dtype(scores.dtype())?)?;
     }
-    softmax(&scores)?.matmul(&value?.contiguous()?)?.transpose(1, 2)?.contiguous()
+    softmax(&scores)?.matmul(&value.contiguous()?)?.transpose(1, 2)?.contiguous()
 }
 
 /// Returns −∞ for the keys hidden from a query, and 0 for the others; [batch or 1, 1, queries,
@@ -200,13 +202,13 @@ fn hidden_keys(
         Some(lengths) => lengths[..batch].to_vec(),
         None => vec![keys],
     };
-    let n_visible = |length: usize| {
+    let visible_per_query = |length: usize| {
         (0..queries).map(move |query| {
             if config.causal { length.min(keys - queries + query + 1) } else { length }
         })
     };
     let counts: Vec<u32> =
-        lengths.iter().flat_map(|&length| n_visible(length)).map(|n| n as u32).collect();
+        lengths.iter().flat_map(|&length| visible_per_query(length)).map(|n| n as u32).collect();
     let visible_keys = Tensor::from_vec(counts, (lengths.len(), 1, queries, 1), device)?;
     let is_hidden = Tensor::arange(0, keys as u32, device)?
         .broadcast_as((lengths.len(), 1, queries, keys))?
@@ -261,7 +263,7 @@ pub(crate) fn cross_entropy(
         counting.map(|(row, target)| (row as u32, *target)).unzip();
     if rows.is_empty() {
         // Zero, with a gradient of zeros, so that code that sums gradients finds one.
-        return seeded(logits, logits.zeros_like()?)?.to_dtype(logits.dtype());
+        return scalar_with_grad(logits, logits.zeros_like()?)?.to_dtype(logits.dtype());
     }
     let column = |numbers: Vec<f64>| {
         Tensor::from_vec(numbers, (rows.len(), 1), &Device::Cpu)?
@@ -269,11 +271,11 @@ pub(crate) fn cross_entropy(
             .to_device(logits.device())
     };
     let class_weight = |class: usize| class_weights.map_or(1.0, |weights| weights[class]);
-    let own_weight =
+    let target_weight =
         |target: &RowTarget| target.weight * (1.0 - smoothing) * class_weight(target.class);
-    let own_weights = column(targets.iter().map(own_weight).collect())?;
-    let spread_weight = |target: &RowTarget| target.weight * smoothing / classes as f64;
-    let spread_weights = column(targets.iter().map(spread_weight).collect())?;
+    let target_weights = column(targets.iter().map(target_weight).collect())?;
+    let smoothing_weight = |target: &RowTarget| target.weight * smoothing / classes as f64;
+    let smoothing_weights = column(targets.iter().map(smoothing_weight).collect())?;
     let all_class_weights: Vec<f64> = (0..classes).map(class_weight).collect();
     let class_weight_row = Tensor::new(all_class_weights, &Device::Cpu)?
         .to_dtype(logits.dtype())?
@@ -284,16 +286,20 @@ pub(crate) fn cross_entropy(
     let log_probabilities = log_softmax(&logits)?;
     let class_indices: Vec<_> = targets.iter().map(|target| target.class as u32).collect();
     let target_classes = Tensor::from_vec(class_indices, (targets.len(), 1), logits.device())?;
-    let own = (log_probabilities.gather(&target_classes, 1)? * own_weights)?.sum_all()?;
+    let target_term =
+        (log_probabilities.gather(&target_classes, 1)? * target_weights)?.sum_all()?;
     if smoothing == 0.0 {
-        return own.neg();
+        return target_term.neg();
     }
-    let all = log_probabilities.broadcast_mul(&class_weight_row)?.sum_keepdim(1)?;
-    (own + (all * spread_weights)?.sum_all()?)?.neg()
+    let row_sums = log_probabilities.broadcast_mul(&class_weight_row)?.sum_keepdim(1)?;
+    let smoothing_term = (row_sums * smoothing_weights)?.sum_all()?;
+    (target_term + smoothing_term)?.neg()
 }
 
 #[cfg(test)]
 mod tests {
+    use candle_core::Var;
+
     use super::*;
 
     /// Halves with squares that overflow in f16, and sums that stop growing in bf16.
@@ -330,6 +336,16 @@ mod tests {
                 // Of numbers of at most 4.
                 assert!(max_difference(&composed, &fused) <= 4. * digit, "{dtype:?}");
             }
+        }
+    }
+
+    #[test]
+    fn silu_gradient_is_finite_for_low_inputs() {
+        let x = Var::new(&[-100_f32, 0., 100.], &Device::Cpu).unwrap();
+        let y = activation(&x, Activation::Silu).unwrap();
+        let grad = y.backward().unwrap().get(&x).unwrap().to_vec1::<f32>().unwrap();
+        for (slope, expected) in grad.into_iter().zip([0_f32, 0.5, 1.]) {
+            assert!((slope - expected).abs() <= 1e-6, "{slope} instead of {expected}");
         }
     }
 

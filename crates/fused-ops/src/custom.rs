@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{DType, Tensor, backprop::GradStore};
 
 use crate::{
-    autograd::{Mailbox, MultiBackward, record_copy, seeded},
+    autograd::{Mailbox, MultiBackward, record_copy, scalar_with_grad},
     error::{Error, Result},
 };
 
@@ -126,7 +126,7 @@ fn seed(output: &Tensor, grad: Tensor) -> Result<Tensor> {
         ))
         .into());
     }
-    seeded(output, grad)
+    scalar_with_grad(output, grad)
 }
 
 /// Returns copies of `outputs` with one backward of your own, like [`with_backward`] for several

@@ -6,7 +6,7 @@
 use candle_core::{Tensor, Var};
 
 use crate::{
-    autograd::{MultiBackward, record_copy, seeded},
+    autograd::{MultiBackward, record_copy, scalar_with_grad},
     error::{Error, Result},
 };
 
@@ -108,7 +108,7 @@ where
         let x = Var::from_tensor(&self.x)?;
         let y = (self.f)(&x)?;
         let grads = match grad {
-            Some(grad) => seeded(&y, grad)?.backward()?,
+            Some(grad) => scalar_with_grad(&y, grad)?.backward()?,
             None => y.zeros_like()?.backward()?,
         };
         let gradient = |var: &Var| match grads.get(var) {

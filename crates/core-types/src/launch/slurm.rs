@@ -11,9 +11,10 @@ use super::{
 /// the like (`SLURM_MAX_NORMAL_STEP_ID` in `slurm.h`).
 const MAX_NORMAL_STEP_ID: u64 = 0xffff_fff0;
 
-const TASKS_PER_NODE: &str = "tasks per node, such as 2(x3),1";
+const EXPECTED_TASKS_PER_NODE: &str = "tasks per node, such as 2(x3),1";
 
-/// Reads the claim of a step of `srun`. Outside of a step the variables describe the job.
+/// Reads the claim of a step of `srun`. Returns `None` outside of a step, where the variables
+/// describe the job instead of this process.
 pub(super) fn claim(vars: &LaunchVars<'_>) -> Result<Option<LaunchClaim>> {
     if !in_step(vars)? {
         return Ok(None);
@@ -55,7 +56,11 @@ fn local_size(vars: &LaunchVars<'_>) -> Result<Option<NamedNumber>> {
         return Ok(None);
     };
     let Some(runs) = parse_runs(&text) else {
-        return Err(Error::VariableUnreadable { name, value: text, expected: TASKS_PER_NODE });
+        return Err(Error::VariableUnreadable {
+            name,
+            value: text,
+            expected: EXPECTED_TASKS_PER_NODE,
+        });
     };
     let own_run = runs.into_iter().find(|&(_, end)| node.value < end);
     Ok(own_run.map(|(n_tasks, _)| NamedNumber { name, value: n_tasks }))

@@ -6,7 +6,7 @@ use core_types::human::Printable;
 
 use crate::error::Error;
 
-/// A checkpoint that could not be used, so that an earlier one was loaded.
+/// A checkpoint that could not be used and was skipped.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct SkippedCheckpoint {

@@ -6,13 +6,13 @@
 //!
 //! The alias method (Walker, "An Efficient Method for Generating Discrete Random Variables with
 //! General Distributions", 1977) has one slot per sample, all equally likely, and at most two
-//! samples share a slot, so a draw is one lookup. One sweep builds the slots (Vose, 1991, in linear
-//! time, but without two lists: Hübschle-Schneider and Sanders, "Parallel Weighted Random
-//! Sampling", 2019). Unlike these, this implementation counts in integers: weights become whole
-//! masses that add up to exactly the capacity of all slots. So rounding never gives mass to a
-//! sample of weight 0, and the table is equal on every machine. PyTorch allows 2^24 weights and
-//! draws an epoch as a whole; here a position is hashed, so a rank draws only its share and resumes
-//! anywhere.
+//! samples share a slot, so a draw is one lookup. Vose (1991) builds the slots in linear time from a
+//! list of light samples and a list of heavy samples. This implementation replaces both lists by
+//! one sweep with two cursors (Hübschle-Schneider and Sanders, "Parallel Weighted Random Sampling",
+//! 2019). It also counts in integers: weights become whole masses that add up to exactly the
+//! capacity of all slots. So rounding never gives mass to a sample of weight 0, and the table is
+//! equal on every machine. PyTorch allows 2^24 weights and draws an epoch as a whole; here a
+//! position is hashed, so a rank draws only its share and resumes anywhere.
 
 use std::sync::OnceLock;
 
@@ -63,8 +63,8 @@ impl AliasTable {
         let total = checked_sum(weights)?;
         let mut slots = table::reserve(weights.len() as u64)?;
         slots.extend(weights.iter().map(|&weight| scale_weight(weight, total)));
-        let is_heavy = to_masses(&mut slots, layout);
-        sweep(&mut slots, &is_heavy, layout);
+        let heavy_bits = to_masses(&mut slots, layout);
+        sweep(&mut slots, &heavy_bits, layout);
         Ok(Self { slots, layout, fingerprint: OnceLock::new() })
     }
 
@@ -206,7 +206,7 @@ fn to_masses(weights: &mut [u64], layout: SlotLayout) -> Vec<u64> {
     let ratio = (u128::from(mass_total) << SCALE_BITS).div_ceil(u128::from(scaled_total)) as u64;
     let mut scaled_sum = 0;
     let mut mass_sum = 0;
-    let mut is_heavy = Vec::with_capacity(weights.len().div_ceil(u64::BITS as usize));
+    let mut heavy_bits = Vec::with_capacity(weights.len().div_ceil(u64::BITS as usize));
     for chunk in weights.chunks_mut(u64::BITS as usize) {
         let mut bits = 0;
         for (bit, weight) in (0..).zip(chunk) {
@@ -216,9 +216,9 @@ fn to_masses(weights: &mut [u64], layout: SlotLayout) -> Vec<u64> {
             *weight = mass_sum - previous;
             bits |= u64::from(layout.capacity() < *weight) << bit;
         }
-        is_heavy.push(bits);
+        heavy_bits.push(bits);
     }
-    is_heavy
+    heavy_bits
 }
 
 /// Scales a weight to a fraction of 2^62. Division and multiplication round equally on all machines
@@ -239,16 +239,16 @@ fn scale_weight(weight: f64, total: f64) -> u64 {
 /// the heavy samples, which exceed their slots. A heavy sample fills light slots until its
 /// remaining mass fits its own slot. If that slot then has space left, the next heavy sample fills
 /// it.
-fn sweep(slots: &mut [u64], is_heavy: &[u64], layout: SlotLayout) {
+fn sweep(slots: &mut [u64], heavy_bits: &[u64], layout: SlotLayout) {
     let n_slots = slots.len();
     let capacity = layout.capacity();
-    let mut light = ones(is_heavy.iter().map(|word| !word)).take_while(|&slot| slot < n_slots);
-    let mut heavy = ones(is_heavy.iter().copied());
+    let mut light = ones(heavy_bits.iter().map(|word| !word)).take_while(|&slot| slot < n_slots);
+    let mut heavy = ones(heavy_bits.iter().copied());
     let mut donor = heavy.next().map(|sample| (sample, slots[sample]));
     while let Some((sample, mass)) = donor {
         let rest = fill_up(slots, &mut light, (sample, mass), layout);
         donor = heavy.next().map(|next| (next, slots[next] - (capacity - rest)));
-        // The last heavy sample keeps the space in its slot.
+        // The rest of the last heavy sample fills its slot exactly, so this alias is never drawn.
         let alias = donor.map_or(sample, |(next, _)| next);
         slots[sample] = layout.pack(rest, alias as u64);
     }

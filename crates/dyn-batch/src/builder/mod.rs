@@ -1,7 +1,7 @@
 //! Builders of batches: the open batches of each strategy.
 
 mod open_batch;
-pub(crate) mod sorted_set;
+pub(crate) mod whole_set;
 mod window;
 
 use std::{
@@ -9,7 +9,7 @@ use std::{
     mem,
 };
 
-use self::{open_batch::OpenBatch, sorted_set::WholeSetStrategy, window::SortWindow};
+use self::{open_batch::OpenBatch, whole_set::WholeSetStrategy, window::SortWindow};
 use crate::{
     batch::{Batch, Sequence},
     config::{DynamicBatchStrategy, Packing},

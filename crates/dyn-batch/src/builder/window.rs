@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::{
     batch::{Batch, Sequence},
-    builder::sorted_set,
+    builder::whole_set,
     config::Cut,
     lengths::histogram::LengthHistogram,
     limits::BatchLimits,
@@ -56,7 +56,7 @@ impl SortWindow {
     fn cut_full(&mut self, limits: &BatchLimits) -> Vec<Batch> {
         let lengths = || self.sequences.iter().map(|sequence| sequence.length);
         let histogram = LengthHistogram::new(lengths());
-        let sorted = sorted_set::sort(&histogram, (0..).zip(lengths()));
+        let sorted = whole_set::sort(&histogram, (0..).zip(lengths()));
         let full = self.full_batches(&histogram, sorted.len(), limits);
         let groups = SortedGroups::new(&histogram.range(full.clone()), limits);
         let mut start = full.start;
@@ -109,7 +109,7 @@ impl SortWindow {
             // Cut from the same end as `full_batches`, so that all batches are full.
             Cut::Greedy if self.keeps_short() => groups.longest_first(),
             Cut::Greedy => groups.shortest_first(),
-            Cut::Optimal => groups.cut(Cut::Optimal),
+            Cut::Optimal => groups.batch_ends(Cut::Optimal),
         }
     }
 

@@ -82,8 +82,9 @@ impl CostParts {
             {
                 next += 1;
             }
-            for take in [next.wrapping_sub(1), next] {
-                let Some(&(partner_cost, _)) = partners.get(take) else { continue };
+            // The two partners whose costs are closest to the cost less half of the gap.
+            let nearest = next.saturating_sub(1)..partners.len().min(next + 1);
+            for (take, &(partner_cost, _)) in nearest.clone().zip(&partners[nearest]) {
                 if partner_cost < cost {
                     let difference = u128::from(cost - partner_cost);
                     let larger_sum =

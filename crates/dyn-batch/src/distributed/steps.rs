@@ -69,13 +69,14 @@ impl Step {
 }
 
 impl<L: SequenceLengths> DistributedBatchSampler<L> {
-    /// Returns the steps of an epoch. `order` must be the order of all ranks, the same on each.
+    /// Returns the steps of an epoch. `order` is the order of the sequences of all ranks together,
+    /// and must be the same on every rank.
     ///
     /// # Errors
     ///
     /// The errors of [`DynamicBatchSampler::iter_order`](crate::DynamicBatchSampler::iter_order),
-    /// [`Error::TooManySequences`] for 2^32 sequences or more, or such an index, and [`Error::CannotFillStep`] if there
-    /// are too few sequences to split.
+    /// [`Error::TooManySequences`] if there are 2^32 sequences or more, or an index in `order` is
+    /// 2^32 or more, and [`Error::CannotFillStep`] if there are too few sequences to split.
     pub fn epoch(
         &self,
         epoch: Epoch,
@@ -84,11 +85,12 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
         Steps::new(self, epoch, self.batches().plan_order(order, &[])?)
     }
 
-    /// Returns the steps of an epoch after a state, in the same order as before.
+    /// Returns the steps of an epoch that follow `state`. `order` must be the order that the epoch
+    /// began with.
     ///
     /// # Errors
     ///
-    /// The errors of [`epoch`](Self::epoch), and [`Error::OtherBatches`] if the state belongs to
+    /// The errors of [`epoch`](Self::epoch), and [`Error::BatchMismatch`] if the state belongs to
     /// other batches.
     pub fn resume(
         &self,
@@ -104,7 +106,7 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
                 steps.remaining.start = step;
                 Ok(steps)
             }
-            Ok(_) | Err(_) => Err(Error::OtherBatches {
+            Ok(_) | Err(_) => Err(Error::BatchMismatch {
                 expected: steps.state().to_string(),
                 found: state.to_string(),
             }),
@@ -119,7 +121,7 @@ pub struct Steps<'a, L> {
     sampler: &'a DistributedBatchSampler<L>,
     plan: BatchPlan<'a, L>,
     /// Indices of the batches, step by step: one batch per rank, or one batch in a dealt step.
-    batches: Vec<u32>,
+    batch_indices: Vec<u32>,
     batches_per_step: usize,
     remaining: Range<usize>,
     /// State at the first step.
@@ -136,11 +138,11 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
         let world_size = sampler.placement().world_size();
         // The cut must match the plan before batches are split or joined.
         let cut = plan.cut();
-        let (batches, batches_per_step) = match config.layout {
+        let (batch_indices, batches_per_step) = match config.layout {
             StepLayout::Grouped => {
-                let batches =
+                let by_cost =
                     batches_by_cost(&mut plan, world_size, config.remainder, config.cost)?;
-                (batches, world_size.as_usize())
+                (by_cost, world_size.as_usize())
             }
             StepLayout::Dealt => {
                 fill_small_batch(&mut plan, world_size, config.remainder)?;
@@ -148,18 +150,18 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
             }
         };
         let seed = config.shuffle.map(|seed| seed.derive(epoch.as_u64()));
-        let batches = order_steps(batches, batches_per_step, seed);
-        let n_steps = batches.len() / batches_per_step;
+        let batch_indices = order_steps(batch_indices, batches_per_step, seed);
+        let n_steps = batch_indices.len() / batches_per_step;
         let start = BatchState {
             format_version: 1,
             epoch,
             step: 0,
             n_steps: n_steps as u64,
             world_size: world_size.as_u64(),
-            fingerprint: fingerprint(&plan, &batches, config),
+            fingerprint: fingerprint(&plan, &batch_indices, config),
             cut,
         };
-        Ok(Self { sampler, plan, batches, batches_per_step, remaining: 0..n_steps, start })
+        Ok(Self { sampler, plan, batch_indices, batches_per_step, remaining: 0..n_steps, start })
     }
 
     /// Returns the state after the steps read so far.
@@ -212,13 +214,13 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     }
 
     fn n_steps(&self) -> usize {
-        self.batches.len() / self.batches_per_step
+        self.batch_indices.len() / self.batches_per_step
     }
 
     /// Returns the indices of the batches of a step: one per rank, or one that is dealt to all
     /// ranks.
     fn batch_indices_of_step(&self, step: usize) -> &[u32] {
-        &self.batches[step * self.batches_per_step..][..self.batches_per_step]
+        &self.batch_indices[step * self.batches_per_step..][..self.batches_per_step]
     }
 
     fn step_batches(&self, step: usize) -> Vec<Batch> {
@@ -226,7 +228,7 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
             StepLayout::Grouped => self
                 .batch_indices_of_step(step)
                 .iter()
-                .map(|&batch| self.plan.batch(batch as usize))
+                .map(|&index| self.plan.batch(index as usize))
                 .collect(),
             StepLayout::Dealt => self.deal(step).map(|part| self.batch(part)).collect(),
         }
@@ -235,8 +237,8 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     fn rank_batch(&self, rank: usize, step: usize) -> Option<Batch> {
         match self.sampler.config().layout {
             StepLayout::Grouped => {
-                let batch = self.batch_indices_of_step(step).get(rank)?;
-                Some(self.plan.batch(*batch as usize))
+                let index = self.batch_indices_of_step(step).get(rank)?;
+                Some(self.plan.batch(*index as usize))
             }
             StepLayout::Dealt => self.deal(step).nth(rank).map(|part| self.batch(part)),
         }
@@ -246,8 +248,8 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     /// rank.
     fn deal(&self, step: usize) -> impl Iterator<Item = Vec<Sequence>> {
         let cost = self.sampler.config().cost;
-        let batch = self.batch_indices_of_step(step)[0];
-        let sequences: Vec<Sequence> = self.plan.sequences(batch as usize).collect();
+        let index = self.batch_indices_of_step(step)[0];
+        let sequences: Vec<Sequence> = self.plan.sequences(index as usize).collect();
         let lengths = sequences.iter().map(|sequence| sequence.length);
         let costs: Vec<u64> = lengths.map(|length| cost.for_length(length)).collect();
         let parts = balance(&costs, self.sampler.placement().world_size());
@@ -262,8 +264,8 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
 
     fn read_step(&self, step: usize) -> Step {
         let placement = self.sampler.placement();
-        let batches = self.batch_indices_of_step(step).iter();
-        let tokens = batches.map(|&batch| self.plan.planned_batch(batch as usize).real_tokens);
+        let indices = self.batch_indices_of_step(step).iter();
+        let tokens = indices.map(|&index| self.plan.planned_batch(index as usize).real_tokens);
         let rank_batch = self.rank_batch(placement.rank().as_usize(), step);
         #[expect(clippy::expect_used, reason = "steps are made for the world of the placement")]
         let batch = rank_batch.expect("every rank has a batch");
@@ -277,15 +279,16 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
 
 /// Orders the batches step by step: by their numbers, or shuffled. A shuffle changes both the order
 /// of steps and the order within each step, so that no rank always gets the larger batches.
-fn order_steps(mut batches: Vec<u32>, per_step: usize, seed: Option<Seed>) -> Vec<u32> {
-    let mut steps: Vec<&mut [u32]> = batches.chunks_mut(per_step).collect();
+fn order_steps(mut batch_indices: Vec<u32>, per_step: usize, seed: Option<Seed>) -> Vec<u32> {
+    let mut steps: Vec<&mut [u32]> = batch_indices.chunks_mut(per_step).collect();
     for step in &mut steps {
         step.sort_unstable();
     }
     match seed {
         Some(seed) => {
             shuffle(&mut steps, seed);
-            // The shuffle of the steps never derives this seed, so the steps share no draw with it.
+            // `shuffle(&mut steps, seed)` derives only labels below the number of steps from
+            // `seed`, so `u64::MAX` gives the shuffles within steps a seed of their own.
             let step_seed = seed.derive(u64::MAX);
             for (index, step) in (0..).zip(&mut steps) {
                 shuffle(step, step_seed.derive(index));

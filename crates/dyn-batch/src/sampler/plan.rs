@@ -2,7 +2,7 @@
 
 #![expect(
     clippy::cast_possible_truncation,
-    reason = "at most 2^32 sequences are arranged together, and tables are no longer"
+    reason = "at most 2^32 sequences are arranged together, and no table has more entries"
 )]
 
 use std::{iter::repeat_n, ops::Range};
@@ -11,7 +11,7 @@ use crate::{
     batch::{Batch, Sequence},
     builder::{
         BatchBuilder,
-        sorted_set::{BatchArrangement, PlannedBatch, WholeSetStrategy},
+        whole_set::{BatchArrangement, PlannedBatch, WholeSetStrategy},
     },
     error::{Error, Result},
     lengths::{SequenceLengths, histogram::LengthHistogram},
@@ -143,9 +143,9 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
         let sequences =
             || admitted.iter().map(|&index| (index, sampler.admitted_sequence(index).length));
         let histogram = LengthHistogram::new(sequences().map(|(_, length)| length));
-        let known_ends = parse_cut(cut, sampler.limits(), histogram.count());
+        let known_group_ends = parse_cut(cut, sampler.limits(), histogram.count());
         let arrangement =
-            strategy.arrange(&histogram, sequences(), sampler.limits(), known_ends)?;
+            strategy.arrange(&histogram, sequences(), sampler.limits(), known_group_ends)?;
         drop_counts.dropped = arrangement.dropped;
         let BatchArrangement { ids: indices, batches, .. } = arrangement;
         Ok(Self { sampler, indices, batches, drop_counts })

@@ -1,15 +1,16 @@
 //! Cuts of sorted sequences into batches.
 //!
 //! A batch whose longest row has length p may have r(p) rows, and r never grows with p. So a batch
-//! may replace a sequence by a shorter one, and every set of batches can be turned into equally
-//! many intervals of the sorted sequences. Taking as many of the longest remaining sequences as
+//! stays within its limit if one of its sequences is exchanged for a shorter one. By such
+//! exchanges, any division into batches becomes a division into as many batches, each of which is
+//! an interval of the sorted sequences. Taking as many of the longest remaining sequences as
 //! possible leaves the fewest to the other batches, and so does taking as many of the shortest:
 //! both make the fewest batches. fairseq takes the shortest; the greedy cut takes whichever gives
 //! fewer padded tokens.
 
 #![expect(
     clippy::cast_possible_truncation,
-    reason = "at most 2^32 sequences are arranged together, and tables are no longer"
+    reason = "at most 2^32 sequences are arranged together, and no table has more entries"
 )]
 
 use crate::{
@@ -37,6 +38,8 @@ impl SortedGroups {
         let mut len = 0;
         for run in histogram.runs() {
             n_sequences += run.count;
+            // A group has the length of its longest sequence, so it belongs to the run in which it
+            // is complete. A run that completes no group has no level.
             let end = (n_sequences / group_len) as usize;
             if end > len {
                 let padded_length = limits.padded_length(run.length);
@@ -51,7 +54,7 @@ impl SortedGroups {
     }
 
     /// Returns the ends of the batches, ascending.
-    pub(crate) fn cut(&self, cut: Cut) -> Vec<usize> {
+    pub(crate) fn batch_ends(&self, cut: Cut) -> Vec<usize> {
         match cut {
             Cut::Greedy => self.greedy(),
             Cut::Optimal => optimal::optimal_ends(&self.levels),
@@ -107,7 +110,9 @@ impl SortedGroups {
         for level in &self.levels {
             // The open batch continues in the next level if all of this one fits.
             loop {
-                end = end.max(level.end.min(start.saturating_add(level.max_groups)));
+                let limit = start.saturating_add(level.max_groups).min(level.end);
+                // A shorter level may have allowed more groups.
+                end = end.max(limit);
                 if end == level.end {
                     break;
                 }
@@ -121,7 +126,8 @@ impl SortedGroups {
         ends
     }
 
-    /// Returns the padded tokens of batches with these ends, per sequence of a group.
+    /// Returns the padded tokens of batches with these ends, divided by the size of a group, which
+    /// does not matter when cuts are compared.
     fn padded_tokens(&self, ends: &[usize]) -> u128 {
         let mut tokens = 0;
         let mut start = 0;
@@ -190,12 +196,12 @@ mod tests {
             let lengths = (0..n_groups * multiple).map(|i| draw(i + 9) % (5 + seed % 30));
             let groups = SortedGroups::new(&LengthHistogram::new(lengths), &limits);
             let best = brute_force(&groups);
-            let mut ends = groups.cut(Cut::Optimal);
+            let mut ends = groups.batch_ends(Cut::Optimal);
             assert_eq!(price(&groups, &ends), Some(best), "seed {seed}");
             assert!(groups.allows(&ends));
             ends.remove(ends.len() / 2);
             assert_eq!(groups.allows(&ends), price(&groups, &ends).is_some(), "{ends:?}");
-            let greedy = price(&groups, &groups.cut(Cut::Greedy)).unwrap();
+            let greedy = price(&groups, &groups.batch_ends(Cut::Greedy)).unwrap();
             let prices = [groups.longest_first(), groups.shortest_first()]
                 .map(|ends| price(&groups, &ends).unwrap());
             assert!(prices.iter().all(|&(n_batches, _)| n_batches == best.0), "seed {seed}");
@@ -207,7 +213,11 @@ mod tests {
     fn empty_groups_have_no_batches() {
         let limits = BatchLimits::new(BatchConfig::default().with_max_tokens(5)).unwrap();
         let groups = SortedGroups::new(&LengthHistogram::default(), &limits);
-        for ends in [groups.cut(Cut::Greedy), groups.cut(Cut::Optimal), groups.shortest_first()] {
+        for ends in [
+            groups.batch_ends(Cut::Greedy),
+            groups.batch_ends(Cut::Optimal),
+            groups.shortest_first(),
+        ] {
             assert!(ends.is_empty());
         }
     }

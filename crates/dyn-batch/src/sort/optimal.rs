@@ -3,8 +3,9 @@
 //!
 //! A prefix is the first groups in sorted order, identified by their number. A layer is the range
 //! of prefixes that need the same number of batches. The last batch of a prefix starts where a
-//! prefix of the previous layer ends. The best start never decreases from prefix to prefix, because
-//! a longer group costs more for every other group in its batch. Ties go to the first start.
+//! prefix of the previous layer ends. The best start never decreases from prefix to prefix: the
+//! last groups grow longer, so each further group in the last batch costs more, which favors later
+//! starts. Ties go to the first start.
 //!
 //! A stretch is a range of prefixes in a layer whose last groups have the same padded length.
 //! Within a stretch, all prefixes rank the starts equally and differ only in the starts that they
@@ -82,12 +83,14 @@ fn push_stretches(
 ) -> usize {
     let mut end = first;
     while let Some(&level) = levels.peek() {
-        // One past the last prefix of this level that a batch from the previous layer can reach.
+        // The latest start is the prefix of `first - 1` groups, so the last prefix in reach has
+        // `first - 1 + max_groups` groups.
         let stretch_end = first.saturating_add(level.max_groups).min(level.end + 1);
         if end < stretch_end {
             stretches.push(PrefixStretch { prefixes: end..stretch_end, level });
             end = stretch_end;
         }
+        // The layer ends within this level.
         if end <= level.end {
             break;
         }
@@ -128,10 +131,10 @@ impl<C: TokenCount> StartChoice<'_, C> {
     fn choose(&mut self, stretches: &[PrefixStretch], candidates: Range<usize>) {
         let middle = stretches.len() / 2;
         let Some(stretch) = stretches.get(middle) else { return };
-        let (earliest, latest) =
+        let (first_best, last_best) =
             self.choose_in(stretch, candidates.clone()).expect("a start for each prefix");
-        self.choose(&stretches[..middle], candidates.start..earliest + 1);
-        self.choose(&stretches[middle + 1..], latest..candidates.end);
+        self.choose(&stretches[..middle], candidates.start..first_best + 1);
+        self.choose(&stretches[middle + 1..], last_best..candidates.end);
     }
 
     /// Chooses the starts of one stretch, and returns the starts of its first and its last prefix.
@@ -144,12 +147,12 @@ impl<C: TokenCount> StartChoice<'_, C> {
         let length = C::from(stretch.level.padded_length);
         let mut start = candidates.end;
         let mut best: Option<(C, usize)> = None;
-        let mut latest = None;
+        let mut last_best = None;
         // Go backward: the last prefix reaches the fewest starts, and each other prefix reaches all
         // starts of the prefixes after it.
         for prefix in stretch.prefixes.clone().rev() {
-            let earliest = stretch.first_start(prefix).max(candidates.start);
-            while earliest < start {
+            let first_reachable = stretch.first_start(prefix).max(candidates.start);
+            while first_reachable < start {
                 start -= 1;
                 // Cost without the groups of this layer, which cost the same for all starts.
                 let cost = self.previous.costs[start - self.previous.prefixes.start]
@@ -162,9 +165,9 @@ impl<C: TokenCount> StartChoice<'_, C> {
             let cost_in_layer = C::from((prefix - first) as u64) * length;
             self.layer.costs[prefix - first] = cost + cost_in_layer;
             self.starts[prefix - first] = best_start as u32;
-            latest.get_or_insert(best_start);
+            last_best.get_or_insert(best_start);
         }
-        Some((best?.1, latest?))
+        Some((best?.1, last_best?))
     }
 }
 

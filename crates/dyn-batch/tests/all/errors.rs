@@ -113,10 +113,32 @@ fn sequences_over_the_budget_are_errors() {
         check_sequence(
             &[100, 1, 101, 1],
             config.with_max_tokens(100),
-            &Error::SequenceOverBudget { index: 2, length: 101, multiple: 1, max_tokens: 100 },
+            &Error::SequenceOverBudget {
+                index: 2,
+                length: 101,
+                padded_length: 101,
+                multiple: 1,
+                max_tokens: 100,
+            },
             "a batch of 1 with sequence 2 of length 101 is above max_tokens 100",
         );
     }
+}
+
+#[test]
+fn padding_counts_toward_the_budget() {
+    check_sequence(
+        &[64, 98],
+        dynamic().with_max_tokens(100).with_length_multiple(64).with_max_cost(MAX, Cost::TOKENS),
+        &Error::SequenceOverBudget {
+            index: 1,
+            length: 98,
+            padded_length: 128,
+            multiple: 1,
+            max_tokens: 100,
+        },
+        "a batch of 1 with sequence 1 of length 98 (128 with padding) is above max_tokens 100",
+    );
 }
 
 #[test]
@@ -125,13 +147,25 @@ fn multiples_shrink_the_longest_sequence() {
     check_sequence(
         &[25, 30],
         truncated.with_max_tokens(100).with_batch_size_multiple(4),
-        &Error::SequenceOverBudget { index: 1, length: 26, multiple: 4, max_tokens: 100 },
+        &Error::SequenceOverBudget {
+            index: 1,
+            length: 26,
+            padded_length: 26,
+            multiple: 4,
+            max_tokens: 100,
+        },
         "a batch of 4 with sequence 1 of length 26 is above max_tokens 100",
     );
     check_sequence(
         &[MAX],
         BatchConfig::default().with_max_batch_size(2).with_batch_size_multiple(2),
-        &Error::SequenceOverBudget { index: 0, length: MAX, multiple: 2, max_tokens: MAX },
+        &Error::SequenceOverBudget {
+            index: 0,
+            length: MAX,
+            padded_length: MAX,
+            multiple: 2,
+            max_tokens: MAX,
+        },
         "a batch of 2 with sequence 0 of length 18446744073709551615 is above max_tokens 18446744073709551615",
     );
 }

@@ -34,7 +34,7 @@ fn state() -> BatchState {
 fn check_rejected(config: DistributedConfig, lengths: Vec<u64>, order: impl Iterator<Item = u64>) {
     let sampler = sampler(lengths, config);
     let resumed = sampler.resume(&state(), order);
-    assert!(matches!(resumed, Err(Error::OtherBatches { .. })), "{resumed:?}");
+    assert!(matches!(resumed, Err(Error::BatchMismatch { .. })), "{resumed:?}");
 }
 
 #[test]
@@ -62,7 +62,7 @@ fn another_shuffle_of_one_step_is_rejected() {
     };
     let state = sampler(1).epoch(Epoch::ZERO, 0..2).unwrap().state();
     assert!(sampler(1).resume(&state, 0..2).is_ok());
-    assert!(matches!(sampler(2).resume(&state, 0..2), Err(Error::OtherBatches { .. })));
+    assert!(matches!(sampler(2).resume(&state, 0..2), Err(Error::BatchMismatch { .. })));
 }
 
 #[test]
@@ -81,7 +81,7 @@ fn equivalent_layout_is_rejected() {
     };
     let state = sampler(StepLayout::Grouped).epoch(Epoch::ZERO, 0..1).unwrap().state();
     let dealt = sampler(StepLayout::Dealt);
-    assert!(matches!(dealt.resume(&state, 0..1), Err(Error::OtherBatches { .. })));
+    assert!(matches!(dealt.resume(&state, 0..1), Err(Error::BatchMismatch { .. })));
 }
 
 #[test]
@@ -114,7 +114,7 @@ fn unknown_steps_and_versions_are_rejected() {
     assert!(error.to_string().contains("step 99 of 7"), "{error}");
     let mut newer = state();
     newer.format_version = 2;
-    assert!(matches!(sampler.resume(&newer, 0..50), Err(Error::OtherBatches { .. })));
+    assert!(matches!(sampler.resume(&newer, 0..50), Err(Error::BatchMismatch { .. })));
 }
 
 #[test]
@@ -132,6 +132,6 @@ fn forged_cuts_are_rejected() {
         let mut other = state.clone();
         other.cut = cut;
         let resumed = sampler.resume(&other, 0..50);
-        assert!(matches!(resumed, Err(Error::OtherBatches { .. })), "{:?}", other.cut);
+        assert!(matches!(resumed, Err(Error::BatchMismatch { .. })), "{:?}", other.cut);
     }
 }

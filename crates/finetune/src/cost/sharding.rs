@@ -5,7 +5,7 @@ use fsdp_plan::{
     ElemType, ParameterInfo, ShardingPlan,
     cost::{CostModel, PlanCost, RankCost, Runtime},
     strategy::{
-        Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, Matches, ShardingStrategy, WholeTensor,
+        Full, Hsdp, Hybrid, LayerSharing, LayerWise, Layout, Matches, ShardingStrategy, WholeTensor,
     },
 };
 use serde::{Deserialize, Serialize};
@@ -100,8 +100,9 @@ impl Strategy {
         match self {
             Self::Full(layout) => Box::new(Full::new(*layout)),
             Self::LayerWise { contiguous } => {
-                let order = if *contiguous { LayerOrder::Contiguous } else { LayerOrder::Any };
-                Box::new(LayerWise::default().with_order(order))
+                let sharing =
+                    if *contiguous { LayerSharing::Contiguous } else { LayerSharing::Any };
+                Box::new(LayerWise::default().with_sharing(sharing))
             }
             Self::WholeTensor => Box::new(WholeTensor),
             Self::Hybrid(rules) => Box::new(rules.clone()),

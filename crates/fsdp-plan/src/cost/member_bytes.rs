@@ -15,16 +15,19 @@ use crate::{arithmetic::index, elem::ElemType, param::ParameterInfo};
 /// The bytes of one member, before they are known to fit into 64 bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct MemberBytes {
-    pub(super) owned: i128,
-    pub(super) stored: i128,
+    /// Bytes of the parameters, without padding.
+    pub(super) param: i128,
+    /// Bytes of the parameters as stored, with padding.
+    pub(super) padded_param: i128,
     pub(super) grad: i128,
     pub(super) optimizer: i128,
 }
 
 impl MemberBytes {
-    /// Returns the bytes between two steps.
+    /// Returns the bytes that the member holds while no step runs: parameters, gradients and
+    /// optimizer state.
     pub(super) fn total(&self) -> i128 {
-        self.stored + self.grad + self.optimizer
+        self.padded_param + self.grad + self.optimizer
     }
 }
 
@@ -35,8 +38,8 @@ impl Mul<i64> for MemberBytes {
     fn mul(self, count: i64) -> Self {
         let count = i128::from(count);
         Self {
-            owned: self.owned * count,
-            stored: self.stored * count,
+            param: self.param * count,
+            padded_param: self.padded_param * count,
             grad: self.grad * count,
             optimizer: self.optimizer * count,
         }
@@ -45,8 +48,8 @@ impl Mul<i64> for MemberBytes {
 
 impl AddAssign for MemberBytes {
     fn add_assign(&mut self, other: Self) {
-        self.owned += other.owned;
-        self.stored += other.stored;
+        self.param += other.param;
+        self.padded_param += other.padded_param;
         self.grad += other.grad;
         self.optimizer += other.optimizer;
     }
@@ -54,8 +57,8 @@ impl AddAssign for MemberBytes {
 
 impl SubAssign for MemberBytes {
     fn sub_assign(&mut self, other: Self) {
-        self.owned -= other.owned;
-        self.stored -= other.stored;
+        self.param -= other.param;
+        self.padded_param -= other.padded_param;
         self.grad -= other.grad;
         self.optimizer -= other.optimizer;
     }
@@ -123,16 +126,16 @@ impl ParameterDtypes {
 
     /// Returns the bytes of a member whose only part of the parameter has `numel` elements.
     pub(super) fn member_bytes(self, numel: u64) -> MemberBytes {
-        let owned = to_signed(self.stored.rounded_up_bytes(numel.into()));
+        let param = to_signed(self.stored.rounded_up_bytes(numel.into()));
         match self.optimizer {
-            None => MemberBytes { owned, stored: owned, ..MemberBytes::default() },
+            None => MemberBytes { param, padded_param: param, ..MemberBytes::default() },
             Some(optimizer) => {
                 let grad = match self.grad {
                     None => 0,
                     Some(grad) => to_signed(grad.rounded_up_bytes(numel.into())),
                 };
                 let optimizer = to_signed(optimizer.state_bytes(self.stored, numel.into()));
-                MemberBytes { owned, stored: owned, grad, optimizer }
+                MemberBytes { param, padded_param: param, grad, optimizer }
             }
         }
     }

@@ -256,8 +256,8 @@ impl RankCost {
     fn new(rank: Rank, member: MemberBytes, peak: StepPeak<u64>) -> Result<Self> {
         Ok(Self {
             rank,
-            param_bytes: fit(member.owned, "the bytes of a rank's parameters")?,
-            storage_bytes: fit(member.stored, "the bytes that a rank stores")?,
+            param_bytes: fit(member.param, "the bytes of a rank's parameters")?,
+            storage_bytes: fit(member.padded_param, "the bytes that a rank stores")?,
             grad_bytes: fit(member.grad, "the bytes of a rank's gradients")?,
             optimizer_bytes: fit(member.optimizer, "the bytes of a rank's optimizer state")?,
             gathered_bytes: peak.gathered,

@@ -123,7 +123,7 @@ fn add_with_stride(
         return;
     }
     let mut previous = 0;
-    for (member, n_granules) in stride.members().zip(stride.granules(middles)) {
+    for (member, n_granules) in stride.members().zip(stride.extra_granules_per_member(middles)) {
         if n_granules != previous {
             totals.add_from(member, granule * (n_granules as i64 - previous as i64));
             previous = n_granules;
@@ -137,7 +137,7 @@ fn bytes_without_storage(dtypes: ParameterDtypes, numel: u64) -> MemberBytes {
     if numel == 0 {
         MemberBytes::default()
     } else {
-        MemberBytes { stored: 0, ..dtypes.member_bytes(numel) }
+        MemberBytes { padded_param: 0, ..dtypes.member_bytes(numel) }
     }
 }
 
@@ -152,7 +152,7 @@ pub(super) struct RaggedShare {
 impl RaggedShare {
     fn new(dtypes: ParameterDtypes, numel: u64) -> Self {
         Self {
-            stored: dtypes.member_bytes(numel).stored,
+            stored: dtypes.member_bytes(numel).param,
             gather: dtypes.gather.rounded_up_bytes(numel.into()),
             reduce: dtypes.reduced_bytes(numel.into()),
         }

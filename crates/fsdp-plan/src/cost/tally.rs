@@ -120,17 +120,17 @@ impl<'a> PlanTally<'a> {
         tally
     }
 
-    /// Returns the bytes of each member between two steps.
+    /// Returns the bytes that each member holds while no step runs.
     pub(super) fn members(&self) -> impl Iterator<Item = MemberBytes> + Clone {
         let pads = self.model.pads();
         self.totals.per_member().map(move |member| {
-            let stored = if pads { member.stored } else { member.owned };
-            MemberBytes { stored, ..member }
+            let padded_param = if pads { member.padded_param } else { member.param };
+            MemberBytes { padded_param, ..member }
         })
     }
 
     fn group(&self) -> WorldSize {
-        self.shares.group()
+        self.shares.n_members()
     }
 
     /// Adds the bytes of one unit.
@@ -243,9 +243,9 @@ impl<'a> PlanTally<'a> {
         for (members, numel) in chunks.runs(group) {
             let bytes = dtypes.member_bytes(numel);
             let run_bytes = if is_one_tensor {
-                MemberBytes { owned: bytes.owned, ..MemberBytes::default() }
+                MemberBytes { param: bytes.param, ..MemberBytes::default() }
             } else {
-                MemberBytes { stored: 0, ..bytes }
+                MemberBytes { padded_param: 0, ..bytes }
             };
             self.totals.add_run(members, run_bytes);
         }
@@ -253,7 +253,7 @@ impl<'a> PlanTally<'a> {
             return;
         }
         let chunk_numel = chunks.chunk_numel(group);
-        let padded = MemberBytes { owned: 0, ..dtypes.member_bytes(chunk_numel) };
+        let padded = MemberBytes { param: 0, ..dtypes.member_bytes(chunk_numel) };
         let stored = MemberBytes { grad: 0, optimizer: 0, ..padded };
         self.totals.add_all(if is_one_tensor { padded } else { stored });
         if cut == Cut::Dim0 && self.model.pads() {
@@ -276,7 +276,7 @@ impl<'a> PlanTally<'a> {
     /// Adds the padded bytes of a ragged unit: storage for its largest share, and transfers.
     fn add_ragged(&mut self, unit: &mut UnitTally<'_>, largest: RaggedShare) {
         let RaggedShare { stored, gather, reduce } = largest;
-        self.totals.add_all(MemberBytes { stored, ..MemberBytes::default() });
+        self.totals.add_all(MemberBytes { padded_param: stored, ..MemberBytes::default() });
         let members = u128::from(self.group().as_u64());
         unit.gathered.even_bytes += gather * members;
         unit.reduced.even_bytes += reduce * members;

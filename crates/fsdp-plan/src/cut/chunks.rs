@@ -25,7 +25,8 @@ impl ChunkedCut {
         Self { start: 0, end: rows, total: rows, item_numel: info.row_numel() }
     }
 
-    /// Cuts the elements of a flat unit, of which the parameter begins at `offset`.
+    /// Cuts the elements of a flat unit of `total` elements, in which the parameter begins at
+    /// element `offset`.
     pub(super) fn elements(info: &ParameterInfo, offset: u64, total: u64) -> Self {
         Self { start: offset, end: offset + info.numel(), total, item_numel: 1 }
     }
@@ -55,6 +56,8 @@ impl ChunkedCut {
             let first = start / chunk;
             let last = (end - 1) / chunk;
             let head_end = end.min(first.saturating_add(1).saturating_mul(chunk));
+            // A parameter in one chunk has only the first run, and a parameter in two neighboring
+            // chunks has no whole chunk. The empty runs are removed below.
             [
                 (first..first + 1, head_end - start),
                 (first + 1..last, chunk),
@@ -74,8 +77,8 @@ impl ChunkedCut {
     ) -> impl Iterator<Item = (u64, Range<u64>)> {
         let chunks = *self;
         let first_item = self.start + range.start / self.item_numel.max(1);
-        let first = first_item / self.chunk_items(shares.group()).max(1);
-        (first..shares.group().as_u64()).map_while(move |member| {
+        let first = first_item / self.chunk_items(shares.n_members()).max(1);
+        (first..shares.n_members().as_u64()).map_while(move |member| {
             let part = chunks.part(shares, member);
             let clipped = part.start.max(range.start)..part.end.min(range.end);
             (!clipped.is_empty()).then_some((member, clipped))
@@ -84,13 +87,14 @@ impl ChunkedCut {
 
     /// Returns the first member that holds any element.
     pub(super) fn first_owner(&self, shares: &GroupShares) -> u64 {
-        self.start / self.chunk_items(shares.group()).max(1)
+        self.start / self.chunk_items(shares.n_members()).max(1)
     }
 
     /// Returns the elements of a member.
     pub(super) fn part(&self, shares: &GroupShares, member: u64) -> Range<u64> {
         #[expect(clippy::expect_used, reason = "shares are checked against the group")]
-        let place = Placement::new(member, shares.group().as_u64()).expect("a member of the group");
+        let place =
+            Placement::new(member, shares.n_members().as_u64()).expect("a member of the group");
         let chunk = split::chunk(self.total, place);
         self.first_element(chunk.start)..self.first_element(chunk.end)
     }

@@ -17,23 +17,26 @@ pub(crate) struct RaggedCut {
     end: u64,
     buffer_bytes: u64,
     granule: u64,
-    round_up_from: u64,
+    /// A bound rounds up if at least this many bytes of its granule precede it.
+    min_bytes_to_round_up: u64,
     dtype: ElemType,
 }
 
-/// Neighboring members in the middle of a parameter that hold nothing else of its buffer. Each has
-/// the same number of granules, or one more.
+/// A run of neighboring members that hold parts of one parameter and nothing else of its buffer.
+/// Each has the same number of granules, or one more.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RaggedMiddle {
     pub(crate) stride: GranuleStride,
-    /// Remainder at the first member.
-    rest: u64,
+    /// Remainder at the first bound, as in [`GranuleStride`]: the distance of the bound from the
+    /// last whole granule before it.
+    remainder: u64,
 }
 
 /// The part of a [`RaggedMiddle`] that parameters of similar units have in common.
 ///
-/// The remainder grows by `step` from bound to bound. Whenever it reaches `granule`, a member gets
-/// one more granule and the remainder shrinks by `granule`. Both count fractions of a byte.
+/// The remainder grows by `scaled_step` from bound to bound. Whenever it reaches `scaled_granule`,
+/// a member gets one more granule and the remainder shrinks by `scaled_granule`. All three are in
+/// units of 1 / total of a byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct GranuleStride {
     first: u64,
@@ -42,21 +45,25 @@ pub(crate) struct GranuleStride {
     pub(crate) numel: u64,
     /// Additional elements of the members with one more granule.
     pub(crate) granule_numel: u64,
-    step: u64,
-    granule: u64,
+    scaled_step: u64,
+    scaled_granule: u64,
 }
 
 impl RaggedMiddle {
     /// Returns the number of members with one more granule.
     pub(crate) fn n_larger(&self) -> u64 {
-        let GranuleStride { first, end, step, granule, .. } = self.stride;
-        (self.rest + step * (end - first)) / granule
+        let GranuleStride { first, end, scaled_step, scaled_granule, .. } = self.stride;
+        (self.remainder + scaled_step * (end - first)) / scaled_granule
     }
 
     /// Returns the members with one more granule.
     pub(crate) fn larger(&self) -> impl Iterator<Item = u64> + use<> {
-        let Self { stride: GranuleStride { first, step, granule, .. }, rest } = *self;
-        (1..=self.n_larger()).map(move |nth| first - 1 + (nth * granule - rest).div_ceil(step))
+        let Self { stride: GranuleStride { first, scaled_step, scaled_granule, .. }, remainder } =
+            *self;
+        // The remainder passes `nth` granules after this many steps, which is at the end of the
+        // member.
+        let n_steps = move |nth: u64| (nth * scaled_granule - remainder).div_ceil(scaled_step);
+        (1..=self.n_larger()).map(move |nth| first - 1 + n_steps(nth))
     }
 }
 
@@ -71,21 +78,30 @@ impl GranuleStride {
     ///
     /// All remainders grow alike, so tracking one is enough: a middle gives one more granule
     /// whenever the growth passes the distance from its first remainder to a full granule.
-    pub(crate) fn granules(&self, middles: &[RaggedMiddle]) -> impl Iterator<Item = usize> + use<> {
-        let Self { step, granule, .. } = *self;
-        let mut distances: Vec<u64> = middles.iter().map(|middle| granule - middle.rest).collect();
+    pub(crate) fn extra_granules_per_member(
+        &self,
+        middles: &[RaggedMiddle],
+    ) -> impl Iterator<Item = usize> + use<> {
+        let Self { scaled_step, scaled_granule, .. } = *self;
+        let mut distances: Vec<u64> =
+            middles.iter().map(|middle| scaled_granule - middle.remainder).collect();
         distances.sort_unstable();
+        // Growth of the remainders since the first bound, without whole granules.
         let mut growth = 0;
+        // Granules of all middles for the whole granules of growth.
         let mut n_complete = 0;
+        // Granules that the members up to the last one have got.
         let mut n_given = 0;
         self.members().map(move |_| {
-            growth += step;
-            if granule <= growth {
-                growth -= granule;
+            growth += scaled_step;
+            if scaled_granule <= growth {
+                growth -= scaled_granule;
                 n_complete += distances.len();
             }
             let n_total = n_complete + distances.partition_point(|&distance| distance <= growth);
-            n_total - std::mem::replace(&mut n_given, n_total)
+            let n_new = n_total - n_given;
+            n_given = n_total;
+            n_new
         })
     }
 }
@@ -99,7 +115,14 @@ impl RaggedCut {
         round_up_from: u64,
     ) -> Self {
         let end = start + info.bytes();
-        Self { start, end, buffer_bytes, granule, round_up_from, dtype: info.dtype() }
+        Self {
+            start,
+            end,
+            buffer_bytes,
+            granule,
+            min_bytes_to_round_up: round_up_from,
+            dtype: info.dtype(),
+        }
     }
 
     /// Returns the elements in `run`.
@@ -118,8 +141,8 @@ impl RaggedCut {
         shares: &'a GroupShares,
         range: Range<u64>,
     ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
-        // The granule of the first element may belong to any run that reaches into the granule, but
-        // not to a run that ends before the granule.
+        // No run that ends before the granule of the first element has a part of it. The search
+        // begins one run earlier as a margin; its part before `range` is clipped.
         let granule_start = self.dtype.bytes_of_blocks(range.start) / self.granule * self.granule;
         let point =
             mul_div(self.start.saturating_add(granule_start), shares.total(), self.buffer_bytes);
@@ -164,21 +187,24 @@ impl RaggedCut {
         if shares.table().is_some() || first >= last {
             return None;
         }
-        // With 1 / `total` of a byte as the unit, all numbers are integers: a bound lies after
-        // `offset / granule` granules.
-        let granule = self.granule.checked_mul(total)?;
-        self.buffer_bytes.checked_mul(total)?.checked_add(granule)?; // nothing below is larger
-        let offset = self.buffer_bytes * first + (self.granule - self.round_up_from) * total
-            - self.start * total;
+        // In units of 1 / `total` of a byte, all numbers are integers.
+        let scaled_granule = self.granule.checked_mul(total)?;
+        // Nothing below is larger.
+        self.buffer_bytes.checked_mul(total)?.checked_add(scaled_granule)?;
+        let first_bound = self.buffer_bytes * first;
+        let start = self.start * total;
+        // With this shift, rounding down to granules rounds like `bound`.
+        let shift = (self.granule - self.min_bytes_to_round_up) * total;
+        let offset = first_bound + shift - start;
         let stride = GranuleStride {
             first,
             end: last,
-            numel: self.elements(self.buffer_bytes / granule * self.granule),
+            numel: self.elements(self.buffer_bytes / scaled_granule * self.granule),
             granule_numel: self.elements(self.granule),
-            step: self.buffer_bytes % granule,
-            granule,
+            scaled_step: self.buffer_bytes % scaled_granule,
+            scaled_granule,
         };
-        Some(RaggedMiddle { stride, rest: offset % granule })
+        Some(RaggedMiddle { stride, remainder: offset % scaled_granule })
     }
 
     /// Returns the elements before and after the `middle`, each range with its owner, in order.
@@ -198,9 +224,9 @@ impl RaggedCut {
         parts.filter(|(_, part)| !part.is_empty())
     }
 
-    /// Returns the element at which the part `part` of `total` of the buffer ends.
-    fn bound(&self, part: u64, total: u64) -> u64 {
-        let exact = mul_div(self.buffer_bytes, part, total);
+    /// Returns the element at which the fraction `numerator / total` of the buffer ends.
+    fn bound(&self, numerator: u64, total: u64) -> u64 {
+        let exact = mul_div(self.buffer_bytes, numerator, total);
         if exact <= self.start {
             return 0;
         }
@@ -211,7 +237,7 @@ impl RaggedCut {
         let rest = (exact - self.start) % self.granule;
         let rounded_down = exact - self.start - rest;
         let rounded_up = rounded_down.saturating_add(self.granule).min(len);
-        self.elements(if rest < self.round_up_from { rounded_down } else { rounded_up })
+        self.elements(if rest < self.min_bytes_to_round_up { rounded_down } else { rounded_up })
     }
 
     /// Returns the number of elements in `bytes`, which must be whole blocks.
@@ -240,7 +266,8 @@ mod tests {
             .map(|(owner, part)| (owner, part.end - part.start));
         let inner = middle.iter().flat_map(|middle| {
             let stride = &middle.stride;
-            let granules: Vec<usize> = stride.granules(slice::from_ref(middle)).collect();
+            let granules: Vec<usize> =
+                stride.extra_granules_per_member(slice::from_ref(middle)).collect();
             let mut larger = vec![0; granules.len()];
             middle.larger().for_each(|member| larger[index(member - stride.first)] += 1);
             assert_eq!(granules, larger);
@@ -304,10 +331,10 @@ mod tests {
             assert!(middles.iter().all(|middle| middle.stride == *stride));
             let mut sums = vec![0; stride.members().count()];
             for middle in &middles {
-                let granules = stride.granules(slice::from_ref(middle));
+                let granules = stride.extra_granules_per_member(slice::from_ref(middle));
                 sums.iter_mut().zip(granules).for_each(|(sum, granules)| *sum += granules);
             }
-            let joint: Vec<usize> = stride.granules(&middles).collect();
+            let joint: Vec<usize> = stride.extra_granules_per_member(&middles).collect();
             assert_eq!(joint, sums, "{members} members, {numel} elements, {granule} each");
         }
     }

@@ -18,7 +18,7 @@ use crate::{
 /// several.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct GroupShares {
-    group: WorldSize,
+    n_members: WorldSize,
     /// `None` if every member owns one run of equal length, in order.
     table: Option<ShareTable>,
 }
@@ -40,10 +40,17 @@ pub(crate) struct OwnedRun {
     pub(crate) owner: u64,
 }
 
+/// A run of a buffer in a new division, before its position is known.
+struct LooseRun {
+    len: u64,
+    /// `None` for a free run.
+    owner: Option<u64>,
+}
+
 impl GroupShares {
     /// Creates equal shares in the order of the members.
-    pub(crate) fn even(group: WorldSize) -> Self {
-        Self { group, table: None }
+    pub(crate) fn even(n_members: WorldSize) -> Self {
+        Self { n_members, table: None }
     }
 
     /// Creates shares from a deserialized table.
@@ -52,23 +59,24 @@ impl GroupShares {
     ///
     /// [`CutError::InvalidShares`] if the runs are not consecutive up to the total, or if the owners
     /// are not exactly the members of the group.
-    pub(crate) fn from_table(group: WorldSize, table: ShareTable) -> Result<Self> {
+    pub(crate) fn from_table(n_members: WorldSize, table: ShareTable) -> Result<Self> {
         let in_order = table.runs.windows(2).all(|pair| pair[0].0 < pair[1].0);
         let first_end = table.runs.first().map_or(0, |&(end, _)| end);
         let last_end = table.runs.last().map(|&(end, _)| end);
         let is_complete = first_end > 0 && last_end == Some(table.total);
         let owners: BTreeSet<u64> = table.runs.iter().map(|&(_, owner)| owner).collect();
-        let all_members_own = owners.into_iter().eq(0..group.as_u64());
+        let all_members_own = owners.into_iter().eq(0..n_members.as_u64());
         if in_order && is_complete && all_members_own {
-            Ok(Self { group, table: Some(table) })
+            Ok(Self { n_members, table: Some(table) })
         } else {
-            Err(Error::Cut(CutError::InvalidShares { total: table.total, group: group.as_u64() }))
+            let group = n_members.as_u64();
+            Err(Error::Cut(CutError::InvalidShares { total: table.total, group }))
         }
     }
 
     /// Returns the number of members.
-    pub(crate) fn group(&self) -> WorldSize {
-        self.group
+    pub(crate) fn n_members(&self) -> WorldSize {
+        self.n_members
     }
 
     /// Returns the table of a resized plan.
@@ -79,7 +87,7 @@ impl GroupShares {
     /// Returns the length of the buffer in the unit of [`OwnedRun`].
     pub(crate) fn total(&self) -> u64 {
         match &self.table {
-            None => self.group.as_u64(),
+            None => self.n_members.as_u64(),
             Some(table) => table.total,
         }
     }
@@ -87,7 +95,7 @@ impl GroupShares {
     /// Returns the number of runs.
     pub(crate) fn len(&self) -> u64 {
         match &self.table {
-            None => self.group.as_u64(),
+            None => self.n_members.as_u64(),
             Some(table) => table.runs.len() as u64,
         }
     }
@@ -98,9 +106,10 @@ impl GroupShares {
         match &self.table {
             None => OwnedRun { start: position, end: position + 1, total, owner: position },
             Some(ShareTable { runs, .. }) => {
-                let run = index(position);
-                let start = if run == 0 { 0 } else { runs[run - 1].0 };
-                OwnedRun { start, end: runs[run].0, total, owner: runs[run].1 }
+                let i = index(position);
+                let start = if i == 0 { 0 } else { runs[i - 1].0 };
+                let (end, owner) = runs[i];
+                OwnedRun { start, end, total, owner }
             }
         }
     }
@@ -128,25 +137,26 @@ impl GroupShares {
     ///
     /// # Complexity
     ///
-    /// Linear in runs + members. The result has at most old runs + new members runs.
+    /// Linear in runs + members. The result has at most as many runs as there are old runs and new
+    /// members together.
     ///
     /// # Errors
     ///
     /// [`Error::TotalTooLarge`] if the common denominator of all sizes so far exceeds 64 bits.
-    pub(crate) fn resized(&self, group: WorldSize) -> Result<Self> {
-        let members = group.as_u64();
+    pub(crate) fn resized(&self, n_members: WorldSize) -> Result<Self> {
+        let members = n_members.as_u64();
         let factor = members / gcd(members, self.total());
         let too_large = Error::TotalTooLarge { what: "the denominators of the world sizes" };
         let total = self.total().checked_mul(factor).ok_or(too_large)?;
-        let mut missing_lens = vec![total / members; group.as_usize()];
+        let mut missing_lens = vec![total / members; n_members.as_usize()];
         let kept_and_free = self.keep_runs(factor, &mut missing_lens);
         let runs = assign_free_runs(kept_and_free, missing_lens);
-        Ok(Self { group, table: Some(ShareTable { total, runs }) })
+        Ok(Self { n_members, table: Some(ShareTable { total, runs }) })
     }
 
     /// Splits the runs, stretched by `factor`, into kept runs with an owner and free runs without
     /// an owner. Subtracts the kept lengths from the missing length of each member.
-    fn keep_runs(&self, factor: u64, missing_lens: &mut [u64]) -> Vec<(u64, Option<u64>)> {
+    fn keep_runs(&self, factor: u64, missing_lens: &mut [u64]) -> Vec<LooseRun> {
         let mut runs = Vec::new();
         for run in (0..self.len()).map(|position| self.run(position)) {
             let len = (run.end - run.start) * factor;
@@ -156,24 +166,21 @@ impl GroupShares {
                 kept_len = len.min(*missing_len);
                 *missing_len -= kept_len;
             }
-            runs.push((kept_len, Some(run.owner)));
-            runs.push((len - kept_len, None));
+            runs.push(LooseRun { len: kept_len, owner: Some(run.owner) });
+            runs.push(LooseRun { len: len - kept_len, owner: None });
         }
-        runs.retain(|&(len, _)| len > 0);
+        runs.retain(|run| run.len > 0);
         runs
     }
 }
 
 /// Assigns the free runs, in order, to the members with a missing length. Returns the end and the
 /// owner of each run.
-fn assign_free_runs(
-    kept_and_free: Vec<(u64, Option<u64>)>,
-    missing_lens: Vec<u64>,
-) -> Vec<(u64, u64)> {
+fn assign_free_runs(kept_and_free: Vec<LooseRun>, missing_lens: Vec<u64>) -> Vec<(u64, u64)> {
     let mut members = (0..).zip(missing_lens).peekable();
     let mut runs = Vec::new();
     let mut end = 0;
-    for (mut len, owner) in kept_and_free {
+    for LooseRun { mut len, owner } in kept_and_free {
         if let Some(owner) = owner {
             end += len;
             push_run(&mut runs, end, owner);
@@ -215,7 +222,7 @@ mod tests {
 
     /// Returns the length that each member owns, in units of `total`.
     fn owned(shares: &GroupShares, total: u64) -> Vec<u64> {
-        let mut lengths = vec![0; shares.group().as_usize()];
+        let mut lengths = vec![0; shares.n_members().as_usize()];
         for run in (0..shares.len()).map(|position| shares.run(position)) {
             lengths[index(run.owner)] += run.end - run.start;
         }

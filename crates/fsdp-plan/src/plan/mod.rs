@@ -104,13 +104,13 @@ impl ShardingPlan {
             let name = info(duplicate).name().to_owned();
             Error::Parameters(ParameterError::DuplicateName { name })
         })?;
-        check::check_cuts(&parameters, shares.group())?;
+        check::check_cuts(&parameters, shares.n_members())?;
         check::check_ties(&parameters, |wanted| {
             let position = names.find(wanted, |position| info(position).name())?;
             Some(&parameters[position])
         })?;
         check::check_buffers(&parameters)?;
-        let world_size = shares.group();
+        let world_size = shares.n_members();
         Ok(Self { strategy, world_size, shares, kept_units: BTreeSet::new(), parameters, names })
     }
 
@@ -209,7 +209,7 @@ impl ShardingPlan {
 
     /// Returns the number of ranks that share one copy of the model.
     pub fn shard_group(&self) -> WorldSize {
-        self.shares.group()
+        self.shares.n_members()
     }
 
     /// Returns the number of shard groups, each with a full copy of the model.

@@ -16,9 +16,9 @@ use crate::{
 /// By default any layers may share a rank; the assignment is the better of the
 /// longest-processing-time rule (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969)
 /// and MULTIFIT (E. G. Coffman, M. R. Garey, D. S. Johnson, "An Application of Bin-Packing to
-/// Multiprocessor Scheduling", 1978). [`LayerOrder::Contiguous`] gives each rank a run of layers,
-/// as pipeline stages need, with the smallest possible largest share. In both orders no rank stays
-/// without a layer while another has two.
+/// Multiprocessor Scheduling", 1978). [`LayerSharing::Contiguous`] gives each rank a run of layers,
+/// as pipeline stages need, with the smallest possible largest share. In both cases no rank stays
+/// without a layer while another rank has two.
 ///
 /// [`ShardingPlan::layer_balance`] compares the largest share with a proven lower bound.
 ///
@@ -45,13 +45,13 @@ use crate::{
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct LayerWise {
-    order: LayerOrder,
+    sharing: LayerSharing,
 }
 
 /// The layers that may share a rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
-pub enum LayerOrder {
+pub enum LayerSharing {
     /// Any layers.
     #[default]
     Any,
@@ -74,18 +74,18 @@ pub struct LayerBalance {
 }
 
 impl LayerWise {
-    /// Sets the layers that may share a rank. Default: [`LayerOrder::Any`].
+    /// Sets the layers that may share a rank. Default: [`LayerSharing::Any`].
     #[must_use]
-    pub fn with_order(mut self, order: LayerOrder) -> Self {
-        self.order = order;
+    pub fn with_sharing(mut self, sharing: LayerSharing) -> Self {
+        self.sharing = sharing;
         self
     }
 
     /// Returns the cuts of `infos`, in their order.
-    pub(super) fn cuts(&self, infos: &[&ParameterInfo], group: WorldSize) -> Result<Vec<Cut>> {
+    pub(super) fn cuts(&self, infos: &[&ParameterInfo], n_ranks: WorldSize) -> Result<Vec<Cut>> {
         let layers = WeightedLayers::new(infos)?;
-        let owners = layers.assign(self.order, group);
-        let ranks: Vec<Rank> = group.placements().map(Placement::rank).collect();
+        let owners = layers.assign(self.sharing, n_ranks);
+        let ranks: Vec<Rank> = n_ranks.placements().map(Placement::rank).collect();
         let layer_of_item = layers.groups.group_of_item.iter();
         Ok(layer_of_item.map(|&layer| Cut::Whole { owner: ranks[owners[layer]] }).collect())
     }
@@ -138,10 +138,10 @@ impl<'a> WeightedLayers<'a> {
     }
 
     /// Assigns each layer to a rank number.
-    fn assign(&self, order: LayerOrder, world_size: WorldSize) -> Vec<usize> {
-        match order {
-            LayerOrder::Any => balance::assign_any(&self.weights, world_size),
-            LayerOrder::Contiguous => balance::assign_contiguous(&self.weights, world_size),
+    fn assign(&self, sharing: LayerSharing, world_size: WorldSize) -> Vec<usize> {
+        match sharing {
+            LayerSharing::Any => balance::assign_any(&self.weights, world_size),
+            LayerSharing::Contiguous => balance::assign_contiguous(&self.weights, world_size),
         }
     }
 }

@@ -14,7 +14,7 @@ pub use self::{
     full::Full,
     hsdp::Hsdp,
     hybrid::{Choice, Hybrid, HybridRule, Matches},
-    layer_wise::{LayerBalance, LayerOrder, LayerWise},
+    layer_wise::{LayerBalance, LayerSharing, LayerWise},
     layout::Layout,
     whole_tensor::WholeTensor,
 };

@@ -14,7 +14,7 @@ use std::{marker::PhantomData, sync::Mutex};
 use candle_core::{Device, Layout, Shape, Storage, StorageRef, Tensor};
 
 pub(crate) use self::mailbox::Mailbox;
-pub(crate) use self::multi::{MultiBackward, record_copy, record_many, seeded};
+pub(crate) use self::multi::{MultiBackward, record_copy, record_many, scalar_with_grad};
 use self::node::{NodeOutput, PrecomputedNode};
 use crate::{error::Result, kernels::float::Float};
 

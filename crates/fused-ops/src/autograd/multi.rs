@@ -62,7 +62,7 @@ pub(crate) fn record_copy(
 }
 
 /// Returns a scalar from which a backward pass can begin: the pass gives `y` the gradient `grad`.
-pub(crate) fn seeded(y: &Tensor, grad: Tensor) -> Result<Tensor> {
+pub(crate) fn scalar_with_grad(y: &Tensor, grad: Tensor) -> Result<Tensor> {
     PrecomputedNode { output: NodeOutput::Token, shape: Shape::from(()), backward: TokenSeed(grad) }
         .apply(&[y])
 }

@@ -13,6 +13,8 @@
 
 #![allow(unsafe_code, reason = "tasks write disjoint heads of one vector with interleaved rows")]
 
+use std::ops::Range;
+
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
@@ -20,7 +22,7 @@ use super::{
     float::Float,
     lanes::{max, sum1, sum2},
     matmul::{MatrixLayout, MatrixView, ProductThreads, StoreMode, multiply, multiply_into},
-    memory::vec_written_by,
+    memory::{three_vecs_written_by, vec_written_by},
     vectorized,
 };
 
@@ -30,6 +32,14 @@ const QUERIES: usize = 64;
 /// Keys per block: the scores of a block and their gradients fit into a core's second-level cache.
 const KEYS: usize = 256;
 
+/// A head of one sequence.
+#[derive(Clone, Copy, Debug)]
+struct HeadIndex {
+    /// The index of the sequence in the batch.
+    batch: usize,
+    head: usize,
+}
+
 /// The layout of [batch, length, heads, size]; the elements of a head's row are adjacent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HeadLayout {
@@ -37,7 +47,7 @@ pub(crate) struct HeadLayout {
     pub(crate) offset: usize,
     pub(crate) length: usize,
     /// The number of heads.
-    pub(crate) count: usize,
+    pub(crate) heads: usize,
     pub(crate) size: usize,
     pub(crate) batch_stride: usize,
     pub(crate) row_stride: usize,
@@ -48,7 +58,7 @@ impl HeadLayout {
     /// Returns the layout of heads in rows of `width` elements; the heads begin at column `column`.
     pub(crate) fn packed(
         length: usize,
-        count: usize,
+        heads: usize,
         size: usize,
         width: usize,
         column: usize,
@@ -57,7 +67,7 @@ impl HeadLayout {
         Self {
             offset: column,
             length,
-            count,
+            heads,
             size,
             batch_stride,
             row_stride: width,
@@ -66,7 +76,7 @@ impl HeadLayout {
     }
 
     /// Returns the index of the first element of a head's row.
-    fn row_start(self, (batch, head): (usize, usize), row: usize) -> usize {
+    fn row_start(self, HeadIndex { batch, head }: HeadIndex, row: usize) -> usize {
         self.offset + batch * self.batch_stride + head * self.head_stride + row * self.row_stride
     }
 
@@ -79,14 +89,14 @@ impl HeadLayout {
     fn matrix<T: Float>(
         self,
         data: &[T],
-        head: (usize, usize),
+        head: HeadIndex,
         first: usize,
         rows: usize,
     ) -> MatrixView<'_, T> {
         MatrixView::new(&data[self.row_start(head, first)..], self.matrix_layout(rows))
     }
 
-    fn row<T>(self, data: &[T], head: (usize, usize), row: usize) -> &[T] {
+    fn row<T>(self, data: &[T], head: HeadIndex, row: usize) -> &[T] {
         &data[self.row_start(head, row)..][..self.size]
     }
 }
@@ -100,7 +110,7 @@ pub(crate) struct HeadSlice<'a, T> {
 
 impl<'a, T: Float> HeadSlice<'a, T> {
     /// Returns `rows` rows of a head, beginning with row `first`.
-    fn matrix(self, head: (usize, usize), first: usize, rows: usize) -> MatrixView<'a, T> {
+    fn matrix(self, head: HeadIndex, first: usize, rows: usize) -> MatrixView<'a, T> {
         self.layout.matrix(self.data, head, first, rows)
     }
 }
@@ -116,7 +126,7 @@ pub(crate) struct ScoreMask<'a, T> {
 impl<T: Float> ScoreMask<'_, T> {
     /// Adds the mask of a query to its scores for key `key` and the following keys.
     #[inline(always)]
-    fn add(self, (batch, head): (usize, usize), query: usize, key: usize, scores: &mut [T]) {
+    fn add(self, HeadIndex { batch, head }: HeadIndex, query: usize, key: usize, scores: &mut [T]) {
         let [batch_stride, head_stride, query_stride, key_stride] = self.strides;
         let start =
             batch * batch_stride + head * head_stride + query * query_stride + key * key_stride;
@@ -152,42 +162,46 @@ pub(crate) struct AttentionInputs<'a, T> {
 struct VisibleKeys {
     /// The number of keys of the sequence.
     keys: usize,
-    /// The number of keys that the first query sees, if queries do not see later keys.
-    first: Option<usize>,
+    /// The number of keys that the first query sees; `None` if attention is not causal.
+    keys_of_first_query: Option<usize>,
 }
 
 impl VisibleKeys {
     /// Returns the number of keys that a query sees.
     #[inline(always)]
     fn count(self, query: usize) -> usize {
-        self.first.map_or(self.keys, |first| (first + query).min(self.keys))
+        match self.keys_of_first_query {
+            Some(n_keys) => (n_keys + query).min(self.keys),
+            None => self.keys,
+        }
     }
 }
 
 impl<T: Float> AttentionInputs<'_, T> {
     /// Returns the number of query heads that share one head of the keys.
     fn group_size(&self) -> usize {
-        self.query.layout.count / self.key.layout.count
+        self.query.layout.heads / self.key.layout.heads
     }
 
     fn visible_keys(&self, batch: usize) -> VisibleKeys {
         let keys = self.key_lengths.map_or(self.key.layout.length, |lengths| lengths[batch]);
         // The last query has the position of the last key, so queries of a cached sequence see all
         // earlier keys.
-        let first = self.causal.then(|| self.key.layout.length - self.query.layout.length + 1);
-        VisibleKeys { keys, first }
+        let keys_of_first_query =
+            self.causal.then(|| self.key.layout.length - self.query.layout.length + 1);
+        VisibleKeys { keys, keys_of_first_query }
     }
 
     /// Computes the scores of a block, in rows with an element for each key.
     fn compute_scores(&self, block: &ScoreBlock, out: &mut [T]) {
-        let ScoreBlock { head: (batch, head), first_query, queries, first_key, keys, .. } = *block;
-        let query = self.query.matrix((batch, head), first_query, queries);
+        let ScoreBlock { head, first_query, queries, first_key, keys, .. } = *block;
+        let query = self.query.matrix(head, first_query, queries);
         let key = self.key.matrix(block.key_head(self), first_key, keys);
         let layout = MatrixLayout::rows(queries, keys, keys);
         multiply_into(out, layout, query, key.t(), StoreMode::Set, self.scale);
         if let Some(mask) = self.mask {
             for (row, scores) in out.chunks_exact_mut(keys).take(queries).enumerate() {
-                mask.add((batch, head), first_query + row, first_key, scores);
+                mask.add(head, first_query + row, first_key, scores);
             }
         }
     }
@@ -196,8 +210,8 @@ impl<T: Float> AttentionInputs<'_, T> {
 /// A block of scores: some queries of one head, and some keys.
 #[derive(Clone, Copy, Debug)]
 struct ScoreBlock {
-    /// The sequence, and the head of the queries.
-    head: (usize, usize),
+    /// The head of the queries.
+    head: HeadIndex,
     visible: VisibleKeys,
     first_query: usize,
     queries: usize,
@@ -206,10 +220,10 @@ struct ScoreBlock {
 }
 
 impl ScoreBlock {
-    /// Returns the sequence, and the key head that the query head reads.
-    fn key_head<T: Float>(&self, inputs: &AttentionInputs<'_, T>) -> (usize, usize) {
-        let (batch, head) = self.head;
-        (batch, head / inputs.group_size())
+    /// Returns the key head that the query head reads.
+    fn key_head<T: Float>(&self, inputs: &AttentionInputs<'_, T>) -> HeadIndex {
+        let HeadIndex { batch, head } = self.head;
+        HeadIndex { batch, head: head / inputs.group_size() }
     }
 
     /// Returns how many keys of the block its query number `row` sees.
@@ -222,10 +236,10 @@ impl ScoreBlock {
 /// Returns the blocks of a query head with visible keys, ordered by queries.
 fn blocks<T: Float>(
     inputs: &AttentionInputs<'_, T>,
-    head: (usize, usize),
+    head: HeadIndex,
 ) -> impl Iterator<Item = ScoreBlock> {
     let length = inputs.query.layout.length;
-    let visible = inputs.visible_keys(head.0);
+    let visible = inputs.visible_keys(head.batch);
     (0..length).step_by(QUERIES).flat_map(move |first_query| {
         let queries = QUERIES.min(length - first_query);
         let end = visible.count(first_query + queries - 1);
@@ -263,17 +277,17 @@ impl<T: Float> SharedOutput<T> {
     unsafe fn multiply(
         &self,
         layout: HeadLayout,
-        (head, first): ((usize, usize), usize),
+        (head, rows): (HeadIndex, Range<usize>),
         a: MatrixView<'_, T>,
         b: MatrixView<'_, T>,
         store: StoreMode,
-        rows: usize,
     ) {
         // SAFETY: All rows are inside, and no other thread accesses them, as the caller guarantees.
         // Rows of a head do not overlap: their stride is at least their size.
         unsafe {
-            let out = self.row(layout, head, first, rows);
-            multiply(out, layout.matrix_layout(rows), a, b, store, T::ONE, ProductThreads::One);
+            let out = self.row(layout, head, rows.start, rows.len());
+            let matrix_layout = layout.matrix_layout(rows.len());
+            multiply(out, matrix_layout, a, b, store, T::ONE, ProductThreads::One);
         }
     }
 
@@ -282,13 +296,7 @@ impl<T: Float> SharedOutput<T> {
     /// # Safety
     ///
     /// The conditions of [`multiply`](Self::multiply) apply to every use of the address.
-    unsafe fn row(
-        &self,
-        layout: HeadLayout,
-        head: (usize, usize),
-        first: usize,
-        rows: usize,
-    ) -> *mut T {
+    unsafe fn row(&self, layout: HeadLayout, head: HeadIndex, first: usize, rows: usize) -> *mut T {
         let end = layout.row_start(head, first + rows - 1) + layout.size;
         assert!(end <= self.len, "a head reaches beyond its vector");
         // SAFETY: the start of the row is before its end, which is inside the vector.
@@ -301,7 +309,7 @@ impl<T: Float> SharedOutput<T> {
     ///
     /// No other thread may access this head meanwhile, and the row must be initialized.
     #[expect(clippy::mut_from_ref, reason = "only the task that owns the head uses it")]
-    unsafe fn row_mut(&self, layout: HeadLayout, head: (usize, usize), row: usize) -> &mut [T] {
+    unsafe fn row_mut(&self, layout: HeadLayout, head: HeadIndex, row: usize) -> &mut [T] {
         // SAFETY: The row is inside, initialized, and not shared.
         unsafe { std::slice::from_raw_parts_mut(self.row(layout, head, row, 1), layout.size) }
     }
@@ -311,7 +319,7 @@ impl<T: Float> SharedOutput<T> {
     /// # Safety
     ///
     /// No other thread may access this head meanwhile.
-    unsafe fn clear(&self, layout: HeadLayout, head: (usize, usize)) {
+    unsafe fn clear(&self, layout: HeadLayout, head: HeadIndex) {
         for row in 0..layout.length {
             // SAFETY: The row is inside and not shared, and zeros are written to all of it.
             unsafe { self.row(layout, head, row, 1).write_bytes(0, layout.size) };
@@ -323,7 +331,7 @@ impl<T: Float> SharedOutput<T> {
 /// heads, queries], the logarithm of the sum of exponentials of each query's scores.
 pub(crate) fn forward<T: Float>(inputs: &AttentionInputs<'_, T>) -> (Vec<T>, Vec<T>) {
     let layout = result_layout(inputs);
-    let HeadLayout { length, count: heads, size, .. } = layout;
+    let HeadLayout { length, heads, size, .. } = layout;
     let mut log_sums = vec![T::ZERO; inputs.batch * heads * length];
     let len = log_sums.len() * size;
     // SAFETY: One task per head and sequence writes all rows of the head: each query is in a block
@@ -336,7 +344,7 @@ pub(crate) fn forward<T: Float>(inputs: &AttentionInputs<'_, T>) -> (Vec<T>, Vec
                 |scores, (task, log_sums)| {
                     forward_head(
                         inputs,
-                        (task / heads, task % heads),
+                        HeadIndex { batch: task / heads, head: task % heads },
                         &out,
                         layout,
                         scores,
@@ -352,7 +360,7 @@ pub(crate) fn forward<T: Float>(inputs: &AttentionInputs<'_, T>) -> (Vec<T>, Vec
 /// Computes one head of one sequence.
 fn forward_head<T: Float>(
     inputs: &AttentionInputs<'_, T>,
-    head: (usize, usize),
+    head: HeadIndex,
     out: &SharedOutput<T>,
     layout: HeadLayout,
     scores: &mut [T],
@@ -375,7 +383,8 @@ fn forward_head<T: Float>(
                     vectorized(ScaleRow { row, factor: state.shrink[query] });
                 }
             }
-            out.multiply(layout, (head, first_query), weights, value, store, queries);
+            let rows = first_query..first_query + queries;
+            out.multiply(layout, (head, rows), weights, value, store);
         }
     }
     for (query, log_sum) in log_sums.iter_mut().enumerate() {
@@ -418,7 +427,7 @@ impl<T: Float> NullaryFnOnce for WeighScores<'_, T> {
         for (row, scores) in scores.chunks_exact_mut(block.keys).take(block.queries).enumerate() {
             let (seen, hidden) = scores.split_at_mut(block.n_visible(row));
             let query = block.first_query + row;
-            let top = state.top[query].max_known(max(seen));
+            let top = state.top[query].max_ignoring_nan(max(seen));
             // While all scores are −∞, their differences from the largest would be NaN, and so
             // would all later sums.
             let base = if top == -T::INFINITY { T::ZERO } else { top };
@@ -450,7 +459,7 @@ impl<T: Float> NullaryFnOnce for ScaleRow<'_, T> {
     }
 }
 
-/// The results of the forward pass.
+/// The inputs of the backward pass: results of the forward pass, and the gradient of `out`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AttentionResults<'a, T> {
     /// [batch, queries, heads, size]
@@ -496,10 +505,10 @@ pub(crate) fn backward_separate<T: Float>(
     results: AttentionResults<'_, T>,
 ) -> [Vec<T>; 3] {
     let dense = |layout: HeadLayout| {
-        let HeadLayout { length, count, size, .. } = layout;
-        HeadLayout::packed(length, count, size, count * size, 0)
+        let HeadLayout { length, heads, size, .. } = layout;
+        HeadLayout::packed(length, heads, size, heads * size, 0)
     };
-    let len = |layout: HeadLayout| inputs.batch * layout.length * layout.count * layout.size;
+    let len = |layout: HeadLayout| inputs.batch * layout.length * layout.heads * layout.size;
     let layouts = GradientLayouts {
         query: dense(inputs.query.layout),
         key: dense(inputs.key.layout),
@@ -508,23 +517,17 @@ pub(crate) fn backward_separate<T: Float>(
     let query_len = len(layouts.query);
     let key_len = len(layouts.key);
     let value_len = len(layouts.value);
-    let mut gradients = [Vec::new(), Vec::new(), Vec::new()];
     // SAFETY: all heads of queries, keys and values are written.
     unsafe {
-        gradients[0] = vec_written_by(query_len, |query_start| {
-            gradients[1] = vec_written_by(key_len, |key_start| {
-                gradients[2] = vec_written_by(value_len, |value_start| {
-                    let out = [
-                        SharedOutput { start: query_start, len: query_len },
-                        SharedOutput { start: key_start, len: key_len },
-                        SharedOutput { start: value_start, len: value_len },
-                    ];
-                    backward(inputs, results, layouts, &out);
-                });
-            });
-        });
+        three_vecs_written_by([query_len, key_len, value_len], |[query, key, value]| {
+            let out = [
+                SharedOutput { start: query, len: query_len },
+                SharedOutput { start: key, len: key_len },
+                SharedOutput { start: value, len: value_len },
+            ];
+            backward(inputs, results, layouts, &out);
+        })
     }
-    gradients
 }
 
 /// Writes all heads of the gradients of queries, keys and values.
@@ -534,11 +537,11 @@ fn backward<T: Float>(
     layouts: GradientLayouts,
     out: &[SharedOutput<T>; 3],
 ) {
-    let key_heads = inputs.key.layout.count;
+    let key_heads = inputs.key.layout.heads;
     (0..inputs.batch * key_heads).into_par_iter().for_each_init(
         || GradientScratch::new(max_block_elements(inputs)),
         |scratch, task| {
-            let key_head = (task / key_heads, task % key_heads);
+            let key_head = HeadIndex { batch: task / key_heads, head: task % key_heads };
             // SAFETY: each key head belongs to one task alone, and so do the query heads that share
             // it.
             unsafe { backward_head(inputs, results, layouts, out, key_head, scratch) };
@@ -568,7 +571,7 @@ unsafe fn backward_head<T: Float>(
     results: AttentionResults<'_, T>,
     layouts: GradientLayouts,
     out: &[SharedOutput<T>; 3],
-    key_head: (usize, usize),
+    key_head: HeadIndex,
     scratch: &mut GradientScratch<T>,
 ) {
     let [_, key_out, value_out] = out;
@@ -577,13 +580,14 @@ unsafe fn backward_head<T: Float>(
         key_out.clear(layouts.key, key_head);
         value_out.clear(layouts.value, key_head);
     }
-    let HeadLayout { length, count: heads, .. } = inputs.query.layout;
-    let (batch, key_head_index) = key_head;
+    let HeadLayout { length, heads, .. } = inputs.query.layout;
+    let batch = key_head.batch;
     let group_size = inputs.group_size();
-    for head in key_head_index * group_size..(key_head_index + 1) * group_size {
-        let weighted_sums = sum_weighted_gradients(inputs, results, (batch, head));
-        let log_sums = &results.log_sums[(batch * heads + head) * length..][..length];
-        for block in blocks(inputs, (batch, head)) {
+    for query_head in key_head.head * group_size..(key_head.head + 1) * group_size {
+        let head = HeadIndex { batch, head: query_head };
+        let weighted_sums = sum_weighted_gradients(inputs, results, head);
+        let log_sums = &results.log_sums[(batch * heads + query_head) * length..][..length];
+        for block in blocks(inputs, head) {
             scratch.fill(inputs, results, block, log_sums, &weighted_sums);
             // SAFETY: The heads belong to this task, as the caller guarantees. The gradients of
             // keys and values were cleared. Among a query's blocks, the block of the first keys
@@ -595,9 +599,9 @@ unsafe fn backward_head<T: Float>(
 
 /// Returns the layout of a head's results and their gradients.
 fn result_layout<T: Float>(inputs: &AttentionInputs<'_, T>) -> HeadLayout {
-    let HeadLayout { length, count, .. } = inputs.query.layout;
+    let HeadLayout { length, heads, .. } = inputs.query.layout;
     let size = inputs.value.layout.size;
-    HeadLayout::packed(length, count, size, count * size, 0)
+    HeadLayout::packed(length, heads, size, heads * size, 0)
 }
 
 /// Returns for each query the sum of its weights times their gradients, which equals the sum of its
@@ -605,7 +609,7 @@ fn result_layout<T: Float>(inputs: &AttentionInputs<'_, T>) -> HeadLayout {
 fn sum_weighted_gradients<T: Float>(
     inputs: &AttentionInputs<'_, T>,
     results: AttentionResults<'_, T>,
-    head: (usize, usize),
+    head: HeadIndex,
 ) -> Vec<T> {
     let layout = result_layout(inputs);
     (0..layout.length)
@@ -636,7 +640,7 @@ impl<T: Float> GradientScratch<T> {
         let weights = &mut self.weights[..];
         let grads = &mut self.grads[..];
         let scale = inputs.scale;
-        vectorized(UnweighScores { block, weights, grads, log_sums, weighted_sums, scale });
+        vectorized(DifferentiateScores { block, weights, grads, log_sums, weighted_sums, scale });
     }
 }
 
@@ -663,13 +667,13 @@ unsafe fn add_block<T: Float>(
     let key = inputs.key.matrix(key_head, first_key, keys);
     let grad = result_layout(inputs).matrix(results.grad, head, first_query, queries);
     let store = if first_key == 0 { StoreMode::Set } else { StoreMode::Add };
-    let queries_at = (head, first_query);
-    let keys_at = (key_head, first_key);
+    let query_rows = (head, first_query..first_query + queries);
+    let key_rows = (key_head, first_key..first_key + keys);
     // SAFETY: as the caller promises.
     unsafe {
-        query_out.multiply(layouts.query, queries_at, grads, key, store, queries);
-        key_out.multiply(layouts.key, keys_at, grads.t(), query, StoreMode::Add, keys);
-        value_out.multiply(layouts.value, keys_at, weights, grad, StoreMode::Add, keys);
+        query_out.multiply(layouts.query, query_rows, grads, key, store);
+        key_out.multiply(layouts.key, key_rows.clone(), grads.t(), query, StoreMode::Add);
+        value_out.multiply(layouts.value, key_rows, weights, grad, StoreMode::Add);
     }
 }
 
@@ -689,7 +693,7 @@ impl<T: Float> NullaryFnOnce for DotRow<'_, T> {
 }
 
 /// Converts scores to weights, and gradients of weights to gradients of scores.
-struct UnweighScores<'a, T> {
+struct DifferentiateScores<'a, T> {
     block: ScoreBlock,
     /// Scores before, weights after.
     weights: &'a mut [T],
@@ -701,7 +705,7 @@ struct UnweighScores<'a, T> {
     scale: T,
 }
 
-impl<T: Float> NullaryFnOnce for UnweighScores<'_, T> {
+impl<T: Float> NullaryFnOnce for DifferentiateScores<'_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -711,11 +715,11 @@ impl<T: Float> NullaryFnOnce for UnweighScores<'_, T> {
         for (row, (weights, grads)) in rows.take(self.block.queries).enumerate() {
             let query = self.block.first_query + row;
             let log_sum = self.log_sums[query];
-            let weighted_sums = self.weighted_sums[query];
+            let weighted_sum = self.weighted_sums[query];
             let n_visible = self.block.n_visible(row);
             for (weight, grad) in weights[..n_visible].iter_mut().zip(&mut grads[..n_visible]) {
                 *weight = (*weight - log_sum).exp();
-                *grad = *weight * (*grad - weighted_sums) * self.scale;
+                *grad = *weight * (*grad - weighted_sum) * self.scale;
             }
             weights[n_visible..].fill(T::ZERO);
             grads[n_visible..].fill(T::ZERO);

@@ -47,7 +47,7 @@ pub(crate) trait Float: WithDType + Neg<Output = Self> {
 
     /// Returns the larger of two numbers; ignores a NaN in `other`.
     #[inline(always)]
-    fn max_known(self, other: Self) -> Self {
+    fn max_ignoring_nan(self, other: Self) -> Self {
         if other > self { other } else { self }
     }
 }

@@ -66,13 +66,13 @@ pub(crate) fn max<T: Float>(x: &[T]) -> T {
     let (chunks, rest) = x.as_chunks::<LANES>();
     for chunk in chunks {
         for (lane, &x) in lanes.iter_mut().zip(chunk) {
-            *lane = lane.max_known(x);
+            *lane = lane.max_ignoring_nan(x);
         }
     }
     for (lane, &x) in lanes.iter_mut().zip(rest) {
-        *lane = lane.max_known(x);
+        *lane = lane.max_ignoring_nan(x);
     }
-    fold(lanes, T::max_known)
+    fold(lanes, T::max_ignoring_nan)
 }
 
 /// Joins the upper half of the lanes with the lower half, repeatedly, until one lane is left.

@@ -163,6 +163,21 @@ pub(super) unsafe fn vec_written_by<T: Float>(len: usize, write: impl FnOnce(*mu
     unsafe { memory.assume_init() }.into_vec()
 }
 
+/// Returns three vectors of these lengths, which `write` fills together.
+///
+/// # Safety
+///
+/// `write` must initialize all elements of all three.
+pub(super) unsafe fn three_vecs_written_by<T: Float>(
+    lens: [usize; 3],
+    write: impl FnOnce([*mut T; 3]),
+) -> [Vec<T>; 3] {
+    let mut memories = lens.map(Box::<[T]>::new_uninit_slice);
+    write(memories.each_mut().map(|memory| memory.as_mut_ptr().cast()));
+    // SAFETY: as the caller promises.
+    memories.map(|memory| unsafe { memory.assume_init() }.into_vec())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -264,7 +264,7 @@ fn head_layout(tensor: &Tensor) -> HeadLayout {
     HeadLayout {
         offset: 0,
         length: dims[1],
-        count: dims[2],
+        heads: dims[2],
         size: dims[3],
         batch_stride: strides[0],
         row_stride: strides[1],

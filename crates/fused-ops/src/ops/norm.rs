@@ -34,8 +34,8 @@ use crate::{
 /// # Errors
 ///
 /// [`Shape`](crate::Error::Shape) if `weight` is not as long as a row,
-/// [`DType`](crate::Error::DType) and [`Device`](crate::Error::Device) if the two differ in type or
-/// device or have no floating type.
+/// [`DType`](crate::Error::DType) if the two differ in dtype or are not floating-point, and
+/// [`Device`](crate::Error::Device) if they are on different devices.
 ///
 /// # Examples
 ///
@@ -64,7 +64,8 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
 /// Subtracts each row's mean, divides by its standard deviation, multiplies by `weight` and adds
 /// `bias`.
 ///
-/// `epsilon` is added to the variance, which is the mean of the squares, not the unbiased variance.
+/// `epsilon` is added to the variance, which is the mean of the squared differences from the mean,
+/// not the unbiased estimate.
 ///
 /// # Shapes
 ///
@@ -77,8 +78,8 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
 /// # Errors
 ///
 /// [`Shape`](crate::Error::Shape) if `weight` or `bias` is not as long as a row,
-/// [`DType`](crate::Error::DType) and [`Device`](crate::Error::Device) if the inputs differ in type
-/// or device or have no floating type.
+/// [`DType`](crate::Error::DType) if the inputs differ in dtype or are not floating-point, and
+/// [`Device`](crate::Error::Device) if they are on different devices.
 ///
 /// # Examples
 ///
@@ -159,7 +160,7 @@ pub fn add_rms_norm(
     match Route::new("add_rms_norm", &[("x", x), ("residual", residual), ("weight", weight)])? {
         Route::F32 => add_normalize::<f32>(&[x, residual, weight], Norm::Rms, epsilon),
         Route::F64 => add_normalize::<f64>(&[x, residual, weight], Norm::Rms, epsilon),
-        Route::Half(half) => add_in_f32(&[x, residual, weight], Norm::Rms, epsilon, half),
+        Route::Half(half) => add_normalize_in_f32(&[x, residual, weight], Norm::Rms, epsilon, half),
         Route::Composed => {
             let sum = (x + residual)?;
             let norm = composed::rms_norm(&sum, weight, epsilon)?;
@@ -216,7 +217,7 @@ pub fn add_layer_norm(
     match Route::new(OP, &named)? {
         Route::F32 => add_normalize::<f32>(&inputs, Norm::Layer, epsilon),
         Route::F64 => add_normalize::<f64>(&inputs, Norm::Layer, epsilon),
-        Route::Half(half) => add_in_f32(&inputs, Norm::Layer, epsilon, half),
+        Route::Half(half) => add_normalize_in_f32(&inputs, Norm::Layer, epsilon, half),
         Route::Composed => {
             let sum = (x + residual)?;
             let norm = composed::layer_norm(&sum, weight, bias, epsilon)?;
@@ -236,7 +237,7 @@ fn normalize<T: Float>(inputs: &[&Tensor], norm: Norm, epsilon: f64) -> Result<T
 }
 
 /// Computes like [`add_normalize`], and rounds both results to `half` once.
-fn add_in_f32(
+fn add_normalize_in_f32(
     inputs: &[&Tensor],
     norm: Norm,
     epsilon: f64,

@@ -97,14 +97,15 @@ fn check_single_thread() -> Result<(), MeshError> {
 /// Returns true if the slots of a process compete for threads, given the devices of the process and
 /// the number of slots in the mesh.
 ///
-/// Processes have separate pools, and only the launcher knows how many processes run on this
-/// machine.
+/// Returns true only for a mesh in one process. Several processes have separate pools and may
+/// compete for cores, but only the launcher knows how many of them run on this machine.
 pub(crate) fn compete_for_threads(devices: &[Device], slots: usize) -> bool {
     slots > 1 && devices.len() == slots && devices.iter().all(Device::is_cpu)
 }
 
-/// Warns once, on standard error, that `slots` slots on a processor will wait for each other.
-pub(crate) fn warn_if_competing(slots: usize) {
+/// Warns once, on standard error, that `slots` slots on one processor will wait for each other,
+/// unless both [`THREAD_VARIABLES`] are set.
+pub(crate) fn warn_unless_threads_are_set(slots: usize) {
     static ONCE: Once = Once::new();
     if THREAD_VARIABLES.into_iter().all(|name| env::var_os(name).is_some()) {
         return;

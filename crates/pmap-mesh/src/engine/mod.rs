@@ -86,7 +86,8 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
 
     /// Sends this member's tensor to the members that receive from it, and returns the tensor of
     /// rank `message.from`, if this member receives one. All members pass the same dtype and shape.
-    fn receive(&self, ctx: &GroupContext, message: &SendReceive<'_>) -> Result<Option<Tensor>>;
+    fn send_receive(&self, ctx: &GroupContext, message: &SendReceive<'_>)
+    -> Result<Option<Tensor>>;
 
     /// Runs a collective on lists in a group of several members.
     fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>>;

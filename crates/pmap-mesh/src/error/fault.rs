@@ -105,10 +105,17 @@ pub enum SpecFault {
 impl fmt::Display for SpecFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Count { side, specs, arguments, tensors } => write!(
-                f,
-                "{side}_axes has {specs} specs for {arguments} arguments of {tensors} tensors; give one, or one for each"
-            ),
+            Self::Count { side, specs, arguments, tensors } => {
+                let part = match side {
+                    Side::In => "argument",
+                    Side::Out => "result",
+                };
+                write!(
+                    f,
+                    "{side}_axes has {specs} specs for {arguments} {part}s of {tensors} tensors; give one spec, one for \
+                     each {part}, or one for each tensor"
+                )
+            }
             Self::Axes { side, index, reason } => write!(f, "{side}put {index}: {reason}"),
             Self::DuplicateAxis { side, index, axes } => {
                 write!(f, "{side}put {index}: a mesh axis of {axes} is named twice")
@@ -122,6 +129,12 @@ impl fmt::Display for SpecFault {
                     "dimension {dim} is out of range for {side}put {index} of shape {shape:?}"
                 )
             }
+            // `Uneven::Balanced` does not allow such a size either.
+            Self::NotDivisible { index, dim, size, shape, parts } if size < parts => write!(
+                f,
+                "dimension {dim} of input {index} of shape {shape:?} has size {size}, which is too small for {parts} \
+                 devices; use a size of at least {parts}, or `Uneven::Pad`"
+            ),
             Self::NotDivisible { index, dim, size, shape, parts } => {
                 let smaller = size - size % parts;
                 let larger = smaller.saturating_add(*parts);

@@ -135,7 +135,7 @@ impl DeviceMesh {
     ) -> Result<Self> {
         let on_processor = devices.iter().all(Device::is_cpu);
         if threads::compete_for_threads(&devices, topology.slots()) {
-            threads::warn_if_competing(devices.len());
+            threads::warn_unless_threads_are_set(devices.len());
         }
         // The launcher decides whether a process with one slot is bound.
         let pin = options.pin && on_processor && devices.len() > 1;

@@ -17,7 +17,7 @@ use crate::{
     grid::Topology,
     mesh::workers::WorkerJob,
     replica::{Replica, ReplicaContext, collectives::Collectives},
-    spec::{cut::Cut, tree::TensorTree},
+    spec::{cut::ArgumentCuts, tree::TensorTree},
     sync::{catch, lock},
 };
 
@@ -26,7 +26,7 @@ pub(super) struct PmapCall<I, O, F> {
     pub(super) f: Arc<F>,
     pub(super) topology: Arc<Topology>,
     pub(super) first_slot: usize,
-    pub(super) cut: Option<Arc<Cut>>,
+    pub(super) cut: Option<Arc<ArgumentCuts>>,
     pub(super) seed: Seed,
     /// The source location of the call.
     pub(super) location: &'static Location<'static>,

@@ -27,7 +27,7 @@ use crate::{
     replica::Replica,
     spec::{
         P, Specs,
-        cut::{Cut, Uneven},
+        cut::{ArgumentCuts, Uneven},
         tree::TensorTree,
     },
 };
@@ -374,7 +374,7 @@ where
         self.run_on(self.next_step(), shards, cut, Location::caller())
     }
 
-    fn shard(&self, arguments: &I) -> Result<(Vec<I>, Option<Arc<Cut>>)> {
+    fn shard(&self, arguments: &I) -> Result<(Vec<I>, Option<Arc<ArgumentCuts>>)> {
         sharded::shard(&self.mesh, arguments, &self.in_axes, self.uneven)
     }
 
@@ -388,7 +388,7 @@ where
         &self,
         step: u64,
         shards: Vec<I>,
-        cut: Option<Arc<Cut>>,
+        cut: Option<Arc<ArgumentCuts>>,
         location: &'static Location<'static>,
     ) -> Result<Sharded<O>> {
         self.mesh.check_caller_thread()?;

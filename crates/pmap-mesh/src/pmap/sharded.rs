@@ -11,7 +11,7 @@ use crate::{
     pmap::exchange::{ResultExchange, check_counts},
     spec::{
         FaultList, ResolvedSpec, Specs,
-        cut::{Cut, Uneven},
+        cut::{ArgumentCuts, Uneven},
         join::{Comparison, ResultJoin},
         tree::{self, TensorTree},
     },
@@ -44,7 +44,7 @@ pub struct Sharded<T> {
     mesh: DeviceMesh,
     shards: Vec<T>,
     /// The cut of the first argument that was cut.
-    cut: Option<Arc<Cut>>,
+    cut: Option<Arc<ArgumentCuts>>,
 }
 
 impl DeviceMesh {
@@ -71,7 +71,7 @@ impl DeviceMesh {
 }
 
 impl<T: TensorTree> Sharded<T> {
-    pub(crate) fn new(mesh: DeviceMesh, shards: Vec<T>, cut: Option<Arc<Cut>>) -> Self {
+    pub(crate) fn new(mesh: DeviceMesh, shards: Vec<T>, cut: Option<Arc<ArgumentCuts>>) -> Self {
         Self { mesh, shards, cut }
     }
 
@@ -81,7 +81,10 @@ impl<T: TensorTree> Sharded<T> {
     }
 
     /// Returns the shards and their cut, or an error if the value is not on `mesh`.
-    pub(crate) fn into_shards(self, mesh: &DeviceMesh) -> Result<(Vec<T>, Option<Arc<Cut>>)> {
+    pub(crate) fn into_shards(
+        self,
+        mesh: &DeviceMesh,
+    ) -> Result<(Vec<T>, Option<Arc<ArgumentCuts>>)> {
         if self.mesh.ptr_eq(mesh) {
             Ok((self.shards, self.cut))
         } else {
@@ -193,13 +196,15 @@ pub(crate) fn shard<I: TensorTree>(
     arguments: &I,
     specs: &Specs,
     uneven: Uneven,
-) -> Result<(Vec<I>, Option<Arc<Cut>>)> {
+) -> Result<(Vec<I>, Option<Arc<ArgumentCuts>>)> {
     let topology = mesh.topology();
     let inputs = tree::leaves(arguments);
     let mut faults = FaultList::default();
     let specs = specs.resolve(Side::In, arguments, topology, &mut faults)?;
-    let cuts: Vec<Cut> = (inputs.iter().zip(&specs).enumerate())
-        .map(|(index, (input, spec))| Cut::new(index, input, spec, uneven, topology, &mut faults))
+    let cuts: Vec<ArgumentCuts> = (inputs.iter().zip(&specs).enumerate())
+        .map(|(index, (input, spec))| {
+            ArgumentCuts::new(index, input, spec, uneven, topology, &mut faults)
+        })
         .collect();
     faults.check()?;
     for (index, input) in inputs.iter().enumerate() {

@@ -1,5 +1,5 @@
 //! Reduction of tensors on their device, in rank order. The results have the same bits as those of
-//! [`tensors`](super::tensors) on a processor.
+//! [`reduce_tensors`](super::reduce_tensors) on the CPU.
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -62,14 +62,14 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
-    use crate::{reduce::tensors, spec::join::bits_equal};
+    use crate::{reduce::reduce_tensors, spec::join::bits_equal};
 
     const ALL: [Reduction; 4] = [Reduction::Sum, Reduction::Mean, Reduction::Max, Reduction::Min];
 
     fn check(summands: &[Tensor]) {
         for reduction in ALL {
             let result = reduce(summands, reduction).unwrap();
-            let expected = tensors(summands, reduction).unwrap();
+            let expected = reduce_tensors(summands, reduction).unwrap();
             assert!(
                 bits_equal(&result, &expected).unwrap(),
                 "{reduction:?} of {:?}",

@@ -1,4 +1,4 @@
-//! Reduction of several replicas' tensors on a processor, in rank order.
+//! Reduction of several replicas' tensors on the CPU, in rank order.
 
 mod element;
 // Compiled in every test build, to compare it with the kernel that it must equal.
@@ -61,24 +61,24 @@ pub(crate) fn has_kernel(dtype: DType) -> bool {
     REDUCIBLE.contains(&dtype)
 }
 
-/// Reduces contiguous tensors on the processor, in this thread.
-pub(crate) fn tensors(summands: &[Tensor], reduction: Reduction) -> Result<Tensor> {
+/// Reduces contiguous tensors on the CPU, in this thread.
+pub(crate) fn reduce_tensors(summands: &[Tensor], reduction: Reduction) -> Result<Tensor> {
     let [first, ..] = summands else { bail!("nothing to reduce") };
-    item_range(summands, 0..first.elem_count(), first.shape(), reduction)
+    reduce_item_range(summands, 0..first.elem_count(), first.shape(), reduction)
 }
 
-/// Reduces a range of items of contiguous tensors on the processor, in this thread.
-pub(crate) fn item_range(
+/// Reduces a range of items of contiguous tensors on the CPU, in this thread.
+pub(crate) fn reduce_item_range(
     summands: &[Tensor],
     items: Range<usize>,
     shape: &Shape,
     reduction: Reduction,
 ) -> Result<Tensor> {
     let [first, ..] = summands else { bail!("nothing to reduce") };
-    dispatch!(first.dtype(), item_range_typed(summands, items, shape, reduction))
+    dispatch!(first.dtype(), reduce_item_range_typed(summands, items, shape, reduction))
 }
 
-fn item_range_typed<T: ReduceElement>(
+fn reduce_item_range_typed<T: ReduceElement>(
     summands: &[Tensor],
     items: Range<usize>,
     shape: &Shape,
@@ -89,7 +89,7 @@ fn item_range_typed<T: ReduceElement>(
     Tensor::from_vec(sums, shape, &Device::Cpu)
 }
 
-/// Returns true if two contiguous tensors on the processor have the same bits. They must have the
+/// Returns true if two contiguous tensors on the CPU have the same bits. They must have the
 /// same dtype and size.
 pub(crate) fn equal_to_the_bit(left: &Tensor, right: &Tensor) -> Result<bool> {
     dispatch!(left.dtype(), equal_typed(&[left.clone(), right.clone()]))
@@ -115,7 +115,7 @@ fn equal_typed<T: ReduceElement>(pair: &[Tensor; 2]) -> Result<bool> {
     Ok(true)
 }
 
-/// Adds the items of a contiguous tensor on the processor to a fingerprint. Each word that is added
+/// Adds the items of a contiguous tensor on the CPU to a fingerprint. Each word that is added
 /// contains as many items as fit.
 pub(crate) fn fingerprint(x: &Tensor, fingerprint: &mut Fingerprint) -> Result<()> {
     dispatch!(x.dtype(), fingerprint_typed(x, fingerprint))
@@ -129,6 +129,7 @@ fn fingerprint_typed<T: ReduceElement>(x: &Tensor, fingerprint: &mut Fingerprint
 
 /// Concatenates the bits of as many items as fit 8 bytes, or of fewer.
 fn packed_word<T: ReduceElement>(items: &[T]) -> u64 {
+    // An item of 8 bytes fills the word; shifting by 64 bits would overflow.
     items.iter().fold(0, |word: u64, item: &T| match size_of::<T>() {
         8 => item.bits(),
         bytes => word << (8 * bytes) | item.bits(),
@@ -137,17 +138,17 @@ fn packed_word<T: ReduceElement>(items: &[T]) -> u64 {
 
 /// Reduces the bytes of several ranks' items of type `dtype`, in rank order, into `sums`.
 #[cfg(feature = "mpi")]
-pub(crate) fn raw_items(
+pub(crate) fn reduce_raw_items(
     dtype: DType,
     summands: &[&[u8]],
     reduction: Reduction,
     sums: &mut [u8],
 ) -> Result<()> {
-    dispatch!(dtype, raw_items_typed(summands, reduction, sums))
+    dispatch!(dtype, reduce_raw_items_typed(summands, reduction, sums))
 }
 
 #[cfg(feature = "mpi")]
-fn raw_items_typed<T: ReduceElement + bytemuck::Pod>(
+fn reduce_raw_items_typed<T: ReduceElement + bytemuck::Pod>(
     summands: &[&[u8]],
     reduction: Reduction,
     sums: &mut [u8],

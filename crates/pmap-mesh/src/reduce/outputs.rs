@@ -166,7 +166,7 @@ fn chunks(range: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reduce::{REDUCIBLE, equal_to_the_bit, shared_work::SharedWork, tensors};
+    use crate::reduce::{REDUCIBLE, equal_to_the_bit, reduce_tensors, shared_work::SharedWork};
 
     fn values(n: usize, items: usize, dtype: DType) -> Tensor {
         let values = (0..items).map(|i| ((i * 7919 + n * 104_729) % 251) as f32 * 0.5);
@@ -196,7 +196,7 @@ mod tests {
                 [(0, 0..0), (5, 2..4), (70_001, 1..70_001), (70_001, 69_000..69_000)]
             {
                 let summands: Vec<Tensor> = (0..3).map(|n| values(n, items, dtype)).collect();
-                let whole = tensors(&summands, Reduction::Sum).unwrap();
+                let whole = reduce_tensors(&summands, Reduction::Sum).unwrap();
                 let len = run.len();
                 let sum = run_alone(
                     reduce_output(summands, run.clone(), len.into(), Reduction::Sum).unwrap(),

@@ -192,19 +192,22 @@ impl Collectives {
         let from = pairs.iter().find(|(_, to)| *to == ctx.rank).map(|(from, _)| *from);
         let is_sent = pairs.iter().any(|(from, _)| *from == ctx.rank);
         self.count(ctx, CollectiveKind::Permute, if is_sent { n_bytes(x) } else { 0 });
-        match self.engine.receive(ctx, &SendReceive { x: &x.detach(), is_sent, from })? {
+        match self.engine.send_receive(ctx, &SendReceive { x: &x.detach(), is_sent, from })? {
             Some(received) => Ok(received),
             None => x.zeros_like(),
         }
     }
 
     /// Returns the tensor `x` of rank `root`.
-    #[expect(clippy::expect_used, reason = "`receive` returns the tensor of the requested sender")]
+    #[expect(
+        clippy::expect_used,
+        reason = "`send_receive` returns the tensor of the requested sender"
+    )]
     pub(crate) fn broadcast(&self, ctx: &GroupContext, x: &Tensor, root: usize) -> Result<Tensor> {
         let is_sent = ctx.rank == root;
         self.count(ctx, CollectiveKind::Broadcast, if is_sent { n_bytes(x) } else { 0 });
         let message = SendReceive { x: &x.detach(), is_sent, from: Some(root) };
-        Ok(self.engine.receive(ctx, &message)?.expect("the root has sent its tensor"))
+        Ok(self.engine.send_receive(ctx, &message)?.expect("the root has sent its tensor"))
     }
 
     pub(crate) fn exchange(

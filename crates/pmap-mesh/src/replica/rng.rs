@@ -11,8 +11,8 @@ use crate::spec::cut::RealRows;
 /// # Determinism
 ///
 /// The n-th number of a stream is a hash of the stream's seed and n. It does not depend on threads
-/// or on the device: tensors are generated on the processor and then moved. A test pins the first
-/// values.
+/// or on the device: tensors are generated on the CPU and then moved to the device. A test pins the
+/// first values.
 ///
 /// # Examples
 ///
@@ -98,7 +98,7 @@ impl ReplicaRng {
 /// Keys for counter-based generators over the elements of a batch, created by
 /// [`Replica::batch_keys`](crate::Replica::batch_keys).
 ///
-/// Use a generator with the key's seed, and start at the number with the key's offset. The
+/// Seed a counter-based generator with the key's `seed`, and skip its first `offset` numbers. The
 /// generator then draws the same numbers for the rows of a shard as it draws for these rows in the
 /// full batch. So a loss with dropout is the same on any number of devices, up to the rounding of
 /// sums, even if the batch is cut unevenly.
@@ -110,7 +110,7 @@ impl ReplicaRng {
 ///
 /// # Examples
 ///
-/// With `fused_ops::dropout`, where the key has an offset:
+/// With `fused_ops::dropout`, whose `DropoutKey` takes the offset:
 ///
 /// ```text
 /// let mut keys = ctx.batch_keys();
@@ -164,7 +164,7 @@ impl BatchKeys {
 
     /// Returns a new key for the elements of `x`.
     ///
-    /// All replicas request the same keys in the same order.
+    /// All replicas must request the same keys in the same order; otherwise their numbers differ.
     ///
     /// # Shapes
     ///
@@ -183,15 +183,15 @@ impl BatchKeys {
     }
 
     fn offset(&self, x: &Tensor) -> Result<u64> {
-        let Some(RealRows { dim, start, len, padded, .. }) = self.rows else { return Ok(0) };
+        let Some(RealRows { dim, start, len, padded_len, .. }) = self.rows else { return Ok(0) };
         if dim != 0 {
             bail!(
                 "a batch key needs a batch that is cut in dimension 0, but it is cut in dimension {dim}"
             );
         }
-        if ![padded, len].contains(&x.dim(0)?) {
+        if ![padded_len, len].contains(&x.dim(0)?) {
             bail!(
-                "a batch key needs a tensor with the {padded} rows of the shard, but it has shape {:?}",
+                "a batch key needs a tensor with the {padded_len} rows of the shard, but it has shape {:?}",
                 x.dims()
             );
         }

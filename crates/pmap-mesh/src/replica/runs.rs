@@ -15,8 +15,8 @@ impl Replica {
     ///
     /// `own` are this replica's runs, in the order of the layout, of any shapes. Each result is a
     /// variable, so that `backward` finds its gradient; [`reduce_runs`](Self::reduce_runs) sums
-    /// such gradients and returns the runs to their owners. No gradient flows to `own`. On a
-    /// processor the replicas of the group share one copy of every result.
+    /// such gradients and returns the runs to their owners. No gradient flows to `own`. On the
+    /// CPU, the replicas of the group share one copy of every result.
     ///
     /// # Errors
     ///
@@ -90,25 +90,25 @@ impl Replica {
     /// Sums the tensors of a layout over the replicas along `axes`, and returns the sums of the
     /// runs that this replica owns. One collective reduces many gradients.
     ///
-    /// `list` are this replica's tensors, with the layout's shapes. The results are in the order of
+    /// `tensors` are this replica's, with the layout's shapes. The results are in the order of
     /// [`RunLayout::runs`], and each has one dimension. Sums are formed in rank order, and have the
     /// same bits as [`psum`](Self::psum). No gradient flows through this collective.
     ///
     /// # Errors
     ///
     /// The errors of [`psum`](Self::psum), and an error if the layout has a different number of
-    /// ranks than the group, or `list` does not match it.
+    /// ranks than the group, or `tensors` do not match it.
     #[track_caller]
     pub fn reduce_runs(
         &self,
-        list: Vec<Tensor>,
+        tensors: Vec<Tensor>,
         layout: &RunLayout,
         axes: impl Into<MeshAxes>,
     ) -> Result<Vec<Tensor>> {
         let ctx = self.layout_context("reduce_runs", layout, axes.into())?;
-        check_list(&ctx, &list, layout)?;
+        check_tensors(&ctx, &tensors, layout)?;
         let collectives = &self.0.collectives;
-        collectives.run(&ctx, collectives.reduce_request(&ctx, list, layout))
+        collectives.run(&ctx, collectives.reduce_request(&ctx, tensors, layout))
     }
 
     /// Starts a [`reduce_runs`](Self::reduce_runs) without waiting for the other replicas.
@@ -120,14 +120,14 @@ impl Replica {
     #[track_caller]
     pub fn start_reduce_runs(
         &self,
-        list: Vec<Tensor>,
+        tensors: Vec<Tensor>,
         layout: &RunLayout,
         axes: impl Into<MeshAxes>,
     ) -> Result<Pending<Vec<Tensor>>> {
         let ctx = self.layout_context("start_reduce_runs", layout, axes.into())?;
-        check_list(&ctx, &list, layout)?;
+        check_tensors(&ctx, &tensors, layout)?;
         let collectives = &self.0.collectives;
-        let request = collectives.reduce_request(&ctx, list, layout);
+        let request = collectives.reduce_request(&ctx, tensors, layout);
         Ok(Pending::new(collectives.start(&ctx, request)?, Ok))
     }
 
@@ -187,18 +187,18 @@ fn check_own(ctx: &GroupContext, own: &[Tensor], layout: &RunLayout) -> Result<(
     Ok(())
 }
 
-fn check_list(ctx: &GroupContext, list: &[Tensor], layout: &RunLayout) -> Result<()> {
-    let tensors = layout.tensors();
-    if list.len() != tensors.len() {
+fn check_tensors(ctx: &GroupContext, tensors: &[Tensor], layout: &RunLayout) -> Result<()> {
+    let expected = layout.tensors();
+    if tensors.len() != expected.len() {
         bail!(
             "{}({}): {} tensors for a layout of {}",
             ctx.call.op,
             layout.name(),
-            list.len(),
-            tensors.len()
+            tensors.len(),
+            expected.len()
         );
     }
-    for (n, (x, (shape, dtype))) in list.iter().zip(tensors).enumerate() {
+    for (n, (x, (shape, dtype))) in tensors.iter().zip(expected).enumerate() {
         if x.dtype() != *dtype || x.shape() != shape {
             bail!(
                 "{}({}): tensor {n} is {} {:?}, the layout says {} {:?}",

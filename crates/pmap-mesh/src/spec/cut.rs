@@ -21,21 +21,21 @@ pub enum Uneven {
     Refuse,
     /// All shards have the same size; the last shards are padded with zeros.
     ///
-    /// [`P::shard`](crate::P::shard) joins only the real rows of a result, if the axes are those of
-    /// the cut and the result has the size of a padded shard in the joined dimension. The size is
-    /// the only criterion, so join a result that has this size by chance with
+    /// [`P::shard`](crate::P::shard) trims the padding of a result if it is joined along the axes
+    /// of the cut and has the size of a padded shard in the joined dimension. Nothing else
+    /// distinguishes a padded result, so join a result that has this size by chance with
     /// [`P::concat`](crate::P::concat), which trims nothing.
     Pad,
     /// The sizes of shards differ by at most one; the first shards are larger. Every device needs
-    /// at least one row. A dimension that was cut unevenly cannot be cut again along other axes,
-    /// but one cut can be along several axes.
+    /// at least one row. If the shards differ in size, the dimension cannot be cut a second time
+    /// along other axes; cut it once along all of these axes instead.
     Balanced,
 }
 
-/// The division of a dimension among the slots along some axes: one step of a [`Cut`].
+/// The division of a dimension among the slots along some axes: one step of [`ArgumentCuts`].
 #[derive(Debug)]
 struct DimSplit {
-    set: AxisSet,
+    axes: AxisSet,
     groups: Arc<Groups>,
     /// The size of the dimension before this cut, including the padding of earlier cuts.
     total: usize,
@@ -54,7 +54,7 @@ pub(crate) struct RealRows {
     /// The number of real rows.
     pub(crate) len: usize,
     /// The size of the shard: real rows plus padding.
-    pub(crate) padded: usize,
+    pub(crate) padded_len: usize,
     /// The number of rows of the full tensor.
     pub(crate) total: usize,
     /// The number of shards.
@@ -67,26 +67,28 @@ impl DimSplit {
         self.groups.position(slot).rank
     }
 
-    /// Returns the rows of a rank. Of the rows that are cut, the first `real` are not padding.
-    fn range(&self, rank: usize, real: usize) -> Range<usize> {
+    /// Returns the real rows of a rank, if only the first `n_real` rows of the dimension are real
+    /// and the other rows are padding of an earlier cut.
+    fn range(&self, rank: usize, n_real: usize) -> Range<usize> {
         match self.uneven {
             Uneven::Pad => {
-                let start = (rank * self.padded()).min(real);
-                start..(start + self.padded()).min(real)
+                let start = (rank * self.padded_len()).min(n_real);
+                start..(start + self.padded_len()).min(n_real)
             }
+            // There is no padding before such a cut, so all rows are real.
             Uneven::Refuse | Uneven::Balanced => balanced(self.total, rank, self.parts),
         }
     }
 
     /// Returns the size of every shard after padding.
-    fn padded(&self) -> usize {
+    fn padded_len(&self) -> usize {
         self.total.div_ceil(self.parts)
     }
 
     /// Returns the size of a rank's shard, including its padding.
     fn size(&self, rank: usize) -> usize {
         match self.uneven {
-            Uneven::Pad => self.padded(),
+            Uneven::Pad => self.padded_len(),
             Uneven::Refuse | Uneven::Balanced => self.range(rank, self.total).len(),
         }
     }
@@ -107,16 +109,16 @@ impl DimSplit {
 
     /// Returns the rows of a rank in dimension `dim` of a tensor: a view, or a copy if the shard is
     /// padded.
-    fn cut(&self, tensor: &Tensor, dim: usize, rank: usize) -> candle_core::Result<Tensor> {
+    fn narrow(&self, tensor: &Tensor, dim: usize, rank: usize) -> candle_core::Result<Tensor> {
         let rows = self.range(rank, self.total);
         match self.uneven {
             Uneven::Pad if rows.is_empty() || tensor.elem_count() == 0 => {
-                zeros(tensor, dim, self.padded())
+                zeros(tensor, dim, self.padded_len())
             }
             Uneven::Pad => tensor.narrow(dim, rows.start, rows.len())?.pad_with_zeros(
                 dim,
                 0,
-                self.padded() - rows.len(),
+                self.padded_len() - rows.len(),
             ),
             Uneven::Refuse | Uneven::Balanced => tensor.narrow(dim, rows.start, rows.len()),
         }
@@ -126,9 +128,9 @@ impl DimSplit {
 /// The checked cuts of one argument, in order: pairs of a dimension and its division along a set of
 /// axes. A dimension may be cut again along other axes.
 #[derive(Debug)]
-pub(crate) struct Cut(Vec<(usize, DimSplit)>);
+pub(crate) struct ArgumentCuts(Vec<(usize, DimSplit)>);
 
-impl Cut {
+impl ArgumentCuts {
     /// Plans the cuts of argument number `index`, and adds faults to `faults`.
     pub(crate) fn new(
         index: usize,
@@ -138,24 +140,24 @@ impl Cut {
         topology: &Topology,
         faults: &mut FaultList,
     ) -> Self {
-        let mut cut = Self(Vec::with_capacity(spec.len()));
-        for &(set, treatment) in spec {
+        let mut cuts = Self(Vec::with_capacity(spec.len()));
+        for &(axes, treatment) in spec {
             // Other treatments of an argument are faults that `resolve` has recorded.
             let Treatment::Shard(dim) = treatment else { continue };
             let Some(dim) = faults.note(spec::find_dim(Side::In, index, dim, input)) else {
                 continue;
             };
-            let earlier = cut.splits_of_dim(dim).last();
+            let earlier = cuts.splits_of_dim(dim).last();
             // If the shards of the earlier cut differ in size, a fault is recorded.
-            let total = earlier.map_or(input.dims()[dim], DimSplit::padded);
-            let groups = topology.groups(set);
-            let split = DimSplit { set, groups, total, parts: topology.size(set), uneven };
+            let total = earlier.map_or(input.dims()[dim], DimSplit::padded_len);
+            let groups = topology.groups(axes);
+            let split = DimSplit { axes, groups, total, parts: topology.size(axes), uneven };
             if let Some(fault) = find_fault(index, input, dim, earlier, &split) {
                 faults.add(fault);
             }
-            cut.0.push((dim, split));
+            cuts.0.push((dim, split));
         }
-        cut
+        cuts
     }
 
     /// Returns the cuts of a dimension, in order.
@@ -180,23 +182,23 @@ impl Cut {
             dim: *dim,
             start: rows.start,
             len: rows.len(),
-            padded: last_split.size(last_split.rank(slot)),
+            padded_len: last_split.size(last_split.rank(slot)),
             total: first_split.total,
             parts,
         })
     }
 
-    /// Removes the padding of the cut along `set` from a slot's result, if it has any.
+    /// Removes the padding of the cut along `axes` from a slot's result, if it has any.
     pub(crate) fn trim(
         &self,
         result: &Tensor,
         dim: usize,
-        set: AxisSet,
+        axes: AxisSet,
         slot: usize,
     ) -> candle_core::Result<Tensor> {
         let size = result.dims()[dim];
         for (number, (_, split)) in self.0.iter().enumerate() {
-            if split.set == set && split.uneven == Uneven::Pad && size == split.padded() {
+            if split.axes == axes && split.uneven == Uneven::Pad && size == split.padded_len() {
                 return result.narrow(dim, 0, self.rows_after(number, slot).len());
             }
         }
@@ -219,7 +221,7 @@ impl Cut {
     pub(crate) fn shard(&self, input: &Tensor, slot: usize) -> candle_core::Result<Tensor> {
         let mut shard = input.clone();
         for (dim, split) in &self.0 {
-            shard = split.cut(&shard, *dim, split.rank(slot))?;
+            shard = split.narrow(&shard, *dim, split.rank(slot))?;
         }
         Ok(shard)
     }

@@ -12,7 +12,7 @@ use crate::{
     },
     grid::{Groups, Topology},
     reduce::{self, Reduction},
-    spec::{self, ResolvedSpec, Treatment, cut::Cut},
+    spec::{self, ResolvedSpec, Treatment, cut::ArgumentCuts},
 };
 
 /// The join of one call's results.
@@ -21,7 +21,7 @@ pub(crate) struct ResultJoin<'a> {
     /// The device of joined results.
     pub(crate) home: &'a Device,
     /// The cut of the first argument that was cut, if any.
-    pub(crate) cut: Option<&'a Cut>,
+    pub(crate) cut: Option<&'a ArgumentCuts>,
     pub(crate) comparison: Comparison,
 }
 
@@ -225,7 +225,7 @@ fn reduce_parts(parts: &[Tensor], reduction: Reduction) -> candle_core::Result<T
         bail!("cannot add shapes {:?} and {:?}", first.dims(), other.dims());
     }
     let on_host = parts.iter().map(to_host).collect::<candle_core::Result<Vec<_>>>()?;
-    to_device(&reduce::tensors(&on_host, reduction)?, first.device())
+    to_device(&reduce::reduce_tensors(&on_host, reduction)?, first.device())
 }
 
 /// Returns true if two tensors, on any devices, have the same dtype, shape and bits.

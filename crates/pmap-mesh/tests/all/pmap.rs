@@ -307,6 +307,18 @@ fn wrong_spec_count_is_rejected() {
         faults(call)[..],
         [SpecFault::Count { side: Side::Out, specs: 0, arguments: 1, tensors: 1 }]
     ));
+    for (side, parts, part) in
+        [(Side::In, "in_axes", "argument"), (Side::Out, "out_axes", "result")]
+    {
+        let fault = SpecFault::Count { side, specs: 2, arguments: 3, tensors: 4 };
+        assert_eq!(
+            fault.to_string(),
+            format!(
+                "{parts} has 2 specs for 3 {part}s of 4 tensors; give one spec, one for each {part}, or one for each \
+                 tensor"
+            )
+        );
+    }
 }
 
 #[test]
@@ -628,7 +640,13 @@ fn uneven_batches_match_the_full_batch() {
         .pmap(|_, x: Tensor| Ok(x))
         .uneven(Uneven::Balanced)
         .call(iota((2, 1)));
-    assert!(matches!(faults(too_few)[..], [SpecFault::NotDivisible { size: 2, parts: 3, .. }]));
+    let too_few = faults(too_few);
+    assert!(matches!(too_few[..], [SpecFault::NotDivisible { size: 2, parts: 3, .. }]));
+    assert_eq!(
+        too_few[0].to_string(),
+        "dimension 0 of input 0 of shape [2, 1] has size 2, which is too small for 3 devices; use a size of at least 3, \
+         or `Uneven::Pad`"
+    );
 }
 
 #[test]

@@ -142,7 +142,7 @@ pub(super) fn within_step(rank: &RankCost) -> Vec<MemoryTerm<'static>> {
         (
             "gathered units",
             gathered_bytes.into(),
-            "kept units, and the largest unit with prefetched units",
+            "kept units, and the largest run of other units that prefetching gathers together",
         ),
         ("unreduced gradients", unreduced_bytes.into(), "of the largest unit"),
     ];

@@ -20,7 +20,8 @@ pub(super) fn table(plan: &ShardingPlan) -> String {
     let mut rows: Vec<_> =
         layers.chunk_by(|left, right| left.content == right.content).map(line).collect();
     rows.push(sums(&layers, plan));
-    columns(&["layer", "layers", "parameters", "elements", "bytes", "held as"], 1..5, rows)
+    let right_aligned = 1..5;
+    columns(&["layer", "layers", "parameters", "elements", "bytes", "held as"], right_aligned, rows)
 }
 
 fn sums(layers: &[LayerRow<'_>], plan: &ShardingPlan) -> Vec<String> {

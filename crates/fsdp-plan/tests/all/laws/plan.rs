@@ -7,7 +7,9 @@ use fsdp_plan::{
     cost::{Collectives, CostModel, Links, Optimizer, PlanCost},
     report::PlanReport,
     search::{Search, SearchOutcome},
-    strategy::{Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, ShardingStrategy, WholeTensor},
+    strategy::{
+        Full, Hsdp, Hybrid, LayerSharing, LayerWise, Layout, ShardingStrategy, WholeTensor,
+    },
 };
 use proptest::prelude::*;
 
@@ -25,7 +27,7 @@ fn strategies() -> Vec<Box<dyn ShardingStrategy>> {
         Layout::BlockRagged { block: 3 },
     ];
     let full = layouts.map(|layout| Box::new(Full::new(layout)) as Box<dyn ShardingStrategy>);
-    let contiguous = LayerWise::default().with_order(LayerOrder::Contiguous);
+    let contiguous = LayerWise::default().with_sharing(LayerSharing::Contiguous);
     let others: [Box<dyn ShardingStrategy>; 4] = [
         Box::new(LayerWise::default()),
         Box::new(contiguous),
@@ -344,7 +346,7 @@ fn layers_stay_whole_and_balanced() {
             );
 
             let contiguous = LayerWise::default()
-                .with_order(LayerOrder::Contiguous)
+                .with_sharing(LayerSharing::Contiguous)
                 .plan(&parameters, world_size)
                 .unwrap();
             let owners: Vec<_> = sizes

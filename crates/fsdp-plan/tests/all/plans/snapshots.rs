@@ -6,7 +6,9 @@ use fsdp_plan::{
     ShardingPlan,
     cost::{CostModel, Links},
     report::PlanReport,
-    strategy::{Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, ShardingStrategy, WholeTensor},
+    strategy::{
+        Full, Hsdp, Hybrid, LayerSharing, LayerWise, Layout, ShardingStrategy, WholeTensor,
+    },
 };
 
 use crate::{
@@ -43,7 +45,7 @@ fn strategies() -> Strategies {
         ("layer-wise", Box::new(LayerWise::default())),
         (
             "layer-wise-contiguous",
-            Box::new(LayerWise::default().with_order(LayerOrder::Contiguous)),
+            Box::new(LayerWise::default().with_sharing(LayerSharing::Contiguous)),
         ),
         ("whole-tensor", Box::new(WholeTensor)),
         ("hybrid", Box::new(hybrid)),

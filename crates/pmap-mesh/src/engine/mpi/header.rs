@@ -7,7 +7,7 @@ use bytemuck::{cast_slice, cast_slice_mut, pod_read_unaligned};
 use candle_core::{Result, Tensor};
 
 use super::{
-    session::rank_of,
+    session::to_mpi_rank,
     transfer::{AwaitedMessages, IncomingMessage, MessageKind, MpiCall},
 };
 use crate::{
@@ -138,7 +138,7 @@ impl<'a> MpiCall<'a> {
             if !rest.is_empty() {
                 for to in self.others() {
                     let kind = MessageKind::Rest as i32;
-                    let request = self.comm.isend(scope, rest, rank_of(to), kind);
+                    let request = self.comm.isend(scope, rest, to_mpi_rank(to), kind);
                     rest_sends.push((to, self.or_exit(request)));
                 }
             }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use ferrompi::{Communicator, PersistentRequest, Result};
 
-use super::session::rank_of;
+use super::session::to_mpi_rank;
 
 /// Messages to and from the other members of a group.
 pub(super) struct OwnedMessages {
@@ -29,11 +29,11 @@ impl OwnedMessages {
     ) -> Result<Self> {
         let mut messages = Self { sends: Vec::new(), receives: Vec::new() };
         for (from, n_bytes) in incoming.into_iter().filter(|(_, n_bytes)| *n_bytes > 0) {
-            let receive = comm.recv_init(vec![0; n_bytes], rank_of(from), tag)?;
+            let receive = comm.recv_init(vec![0; n_bytes], to_mpi_rank(from), tag)?;
             messages.receives.push((from, receive));
         }
         for (to, bytes) in outgoing {
-            messages.sends.push((to, comm.send_init(bytes, rank_of(to), tag)?));
+            messages.sends.push((to, comm.send_init(bytes, to_mpi_rank(to), tag)?));
         }
         messages.requests().try_for_each(PersistentRequest::start)?;
         Ok(messages)

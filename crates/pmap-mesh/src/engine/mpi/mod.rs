@@ -33,7 +33,7 @@ use self::{
     bytes::{buffer, with_bytes},
     in_flight::InFlightList,
     rounds::{GatherRound, MpiRound, ReduceRound},
-    session::rank_of,
+    session::to_mpi_rank,
     transfer::MpiCall,
 };
 use crate::{
@@ -122,7 +122,7 @@ impl Mpi {
             return Err(mpi_error(format!("a mesh has up to {MAX_AXES} axes longer than 1")));
         }
         let slot = session.rank();
-        let groups = session.while_no_other_calls(|| groups(&session, &topology, slot))?;
+        let groups = session.with_exclusive_mpi(|| groups(&session, &topology, slot))?;
         Ok(Self(Arc::new(MpiInner {
             topology,
             slot,
@@ -211,7 +211,7 @@ fn groups(
     let mut groups = BTreeMap::new();
     for set in (1..=long).filter(|set| set & !long == 0) {
         let span = topology.groups(set).position(slot);
-        let split = session.world.split(Some(rank_of(span.group)), rank_of(span.rank));
+        let split = session.world.split(Some(to_mpi_rank(span.group)), to_mpi_rank(span.rank));
         let comm = split.map_err(|error| mpi_error(error.to_string()))?;
         groups.insert(set, comm.ok_or_else(|| mpi_error("no communicator was made".into()))?);
     }
@@ -256,7 +256,7 @@ impl Engine for Mpi {
             let received = call.exchange_headers(slice::from_ref(&host), 0, bytes)?;
             if received.headers[ctx.rank].is_inline {
                 let summands = received.all_inline_data(bytes, ctx.rank);
-                reduce::raw_items(host.dtype(), &summands, reduction, sums.bytes_mut())
+                reduce::reduce_raw_items(host.dtype(), &summands, reduction, sums.bytes_mut())
             } else {
                 call.reduce(host.dtype(), bytes, sums.bytes_mut(), reduction)
             }
@@ -285,7 +285,11 @@ impl Engine for Mpi {
         arrived.iter().map(|part| part.to_device(parts[ctx.rank].device())).collect()
     }
 
-    fn receive(&self, ctx: &GroupContext, message: &SendReceive<'_>) -> Result<Option<Tensor>> {
+    fn send_receive(
+        &self,
+        ctx: &GroupContext,
+        message: &SendReceive<'_>,
+    ) -> Result<Option<Tensor>> {
         let SendReceive { x, is_sent, from } = *message;
         let Some(call) = self.enter(ctx)? else {
             return from.map(|_| contiguous_copy(x)).transpose();

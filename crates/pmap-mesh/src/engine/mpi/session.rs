@@ -39,7 +39,7 @@ pub(crate) struct MpiSession {
     /// any thread may drop a mesh at any time.
     unused: Mutex<Vec<Communicator>>,
     /// The channel that is closed to let `owner` finalize MPI.
-    release: Option<mpsc::Sender<()>>,
+    release_sender: Option<mpsc::Sender<()>>,
     owner: Option<JoinHandle<()>>,
 }
 
@@ -65,13 +65,13 @@ impl MpiSession {
     }
 
     fn init(deadline: Duration) -> Result<Arc<Self>> {
-        let (started, start) = mpsc::sync_channel(1);
-        let (release, released) = mpsc::channel();
+        let (world_sender, world_receiver) = mpsc::sync_channel(1);
+        let (release_sender, release_receiver) = mpsc::channel();
         let owner = thread::Builder::new()
             .name("mpi".into())
-            .spawn(move || own_mpi(&started, &released))
+            .spawn(move || own_mpi(&world_sender, &release_receiver))
             .map_err(|error| mpi_error(error.to_string()))?;
-        let world = match start.recv_timeout(deadline) {
+        let world = match world_receiver.recv_timeout(deadline) {
             Ok(world) => world.map_err(mpi_error)?,
             // The new thread is not joined, because a call of MPI cannot be interrupted.
             Err(RecvTimeoutError::Timeout) => {
@@ -87,20 +87,20 @@ impl MpiSession {
             world: Arc::new(world),
             caller: Mutex::default(),
             unused: Mutex::default(),
-            release: Some(release),
+            release_sender: Some(release_sender),
             owner: Some(owner),
         };
         session.exit_on_panic();
         Ok(Arc::new(session))
     }
 
-    /// Returns this process's slot.
+    /// Returns this process's rank in the MPI program, which is its slot in the mesh.
     pub(crate) fn rank(&self) -> usize {
-        index(self.world.rank())
+        from_mpi(self.world.rank())
     }
 
     pub(crate) fn size(&self) -> usize {
-        index(self.world.size())
+        from_mpi(self.world.size())
     }
 
     /// Rejects calls of mesh functions from a second thread, since MPI is initialized for calls
@@ -114,19 +114,20 @@ impl MpiSession {
         }
     }
 
-    /// Calls MPI for a new mesh, while no thread calls a function of another mesh.
+    /// Calls `f`, which may call MPI for a new mesh, while no other thread can call MPI. Frees the
+    /// communicators of dropped meshes before.
     ///
     /// # Errors
     ///
     /// [`ProcessError::WrongThread`] if another thread calls functions of meshes, and the errors of
-    /// `make`.
-    pub(super) fn while_no_other_calls<T>(&self, make: impl FnOnce() -> Result<T>) -> Result<T> {
+    /// `f`.
+    pub(super) fn with_exclusive_mpi<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
         let caller = lock(&self.caller);
         if caller.is_some_and(|caller| caller != thread::current().id()) {
             return Err(wrong_thread().into());
         }
         lock(&self.unused).clear();
-        make()
+        f()
     }
 
     /// Stores communicators, to free them when no thread can be in MPI.
@@ -137,7 +138,7 @@ impl MpiSession {
     /// Returns true if the process of a rank has dropped its last mesh, so that it runs no more
     /// collectives.
     pub(super) fn has_left(&self, rank: usize) -> ferrompi::Result<bool> {
-        let message = self.world.iprobe::<u8>(Source::Rank(rank_of(rank)), LEAVE_TAG)?;
+        let message = self.world.iprobe::<u8>(Source::Rank(to_mpi_rank(rank)), LEAVE_TAG)?;
         Ok(message.is_some())
     }
 
@@ -150,10 +151,10 @@ impl MpiSession {
             let mut requests: Vec<Request<'_>> = Vec::new();
             let spans = received.chunks_mut(1).enumerate();
             for (rank, span) in spans.filter(|(rank, _)| *rank != own) {
-                requests.push(self.world.irecv(scope, span, rank_of(rank), LEAVE_TAG)?);
+                requests.push(self.world.irecv(scope, span, to_mpi_rank(rank), LEAVE_TAG)?);
             }
             for rank in (0..self.size()).filter(|&rank| rank != own) {
-                requests.push(self.world.isend(scope, &[1_u8], rank_of(rank), LEAVE_TAG)?);
+                requests.push(self.world.isend(scope, &[1_u8], to_mpi_rank(rank), LEAVE_TAG)?);
             }
             // MPI's finalization has no deadline either: another rank may work for long before it
             // drops its mesh.
@@ -206,7 +207,7 @@ impl Drop for MpiSession {
         if let Err(error) = self.announce_leave() {
             exit_all(&self.world, &error.to_string());
         }
-        drop(self.release.take());
+        drop(self.release_sender.take());
         if let Some(owner) = self.owner.take() {
             drop(owner.join());
         }
@@ -224,24 +225,27 @@ impl fmt::Debug for MpiSession {
 
 /// Initializes MPI, sends the world communicator or the reason of the failure, and finalizes MPI on
 /// the same thread when the session is dropped.
-fn own_mpi(started: &SyncSender<Result<Communicator, String>>, released: &Receiver<()>) {
+fn own_mpi(
+    world_sender: &SyncSender<Result<Communicator, String>>,
+    release_receiver: &Receiver<()>,
+) {
     match ferrompi::Mpi::init_thread(ThreadLevel::Serialized) {
         Ok(mpi) if mpi.thread_level() >= ThreadLevel::Serialized => {
-            drop(started.send(Ok(mpi.world())));
+            drop(world_sender.send(Ok(mpi.world())));
             // Nothing is ever sent: `recv` returns an error when the session is dropped.
-            let _ = released.recv();
+            let _ = release_receiver.recv();
         }
-        Ok(mpi) => drop(started.send(Err(format!(
+        Ok(mpi) => drop(world_sender.send(Err(format!(
             "calls from worker threads need level Serialized, this library grants {:?}",
             mpi.thread_level()
         )))),
-        Err(error) => drop(started.send(Err(error.to_string()))),
+        Err(error) => drop(world_sender.send(Err(error.to_string()))),
     }
 }
 
 /// Prints the reason and ends all processes.
 pub(super) fn exit_all(world: &Communicator, reason: &str) -> ! {
-    processes::exit_process(index(world.rank()), reason, || world.abort(1))
+    processes::exit_process(from_mpi(world.rank()), reason, || world.abort(1))
 }
 
 fn wrong_thread() -> ProcessError {
@@ -255,12 +259,12 @@ fn mpi_error(reason: String) -> Error {
 
 /// Converts a rank to MPI's type.
 #[expect(clippy::expect_used, reason = "a mesh has fewer than 2^31 slots")]
-pub(super) fn rank_of(rank: usize) -> i32 {
+pub(super) fn to_mpi_rank(rank: usize) -> i32 {
     i32::try_from(rank).expect("ranks are below the number of slots")
 }
 
 /// Converts a rank or a count from MPI's type.
 #[expect(clippy::expect_used, reason = "MPI counts ranks from 0")]
-fn index(rank: i32) -> usize {
+fn from_mpi(rank: i32) -> usize {
     usize::try_from(rank).expect("a rank is not negative")
 }

@@ -8,7 +8,7 @@ use ferrompi::{Communicator, PersistentRequest};
 
 use super::{
     rounds::{MpiRound, ReceivedChunk},
-    session::rank_of,
+    session::to_mpi_rank,
 };
 
 /// The bytes of one collective that are in flight in each direction. Chunks of a megabyte or more
@@ -50,9 +50,9 @@ impl ChunkStream {
     ) -> Result<Self> {
         let incoming = others.clone().map(|from| (from, round.n_incoming(from)));
         let mut receives =
-            channels(incoming, |span, from| comm.recv_init(span, rank_of(from), tag))?;
+            channels(incoming, |span, from| comm.recv_init(span, to_mpi_rank(from), tag))?;
         let outgoing = others.map(|to| (to, round.n_outgoing(to)));
-        let mut sends = channels(outgoing, |span, to| comm.send_init(span, rank_of(to), tag))?;
+        let mut sends = channels(outgoing, |span, to| comm.send_init(span, to_mpi_rank(to), tag))?;
         receives.iter_mut().try_for_each(ChunkChannel::receive)?;
         sends.iter_mut().try_for_each(|channel| channel.send(round))?;
         Ok(Self { sends, receives })

@@ -49,7 +49,7 @@ impl MpiCall<'_> {
         let mut parts = lock(&self.engine.parts);
         let summands = self.collect_summands(|rank| &x[span(rank)], &mut parts);
         let mut results = split(sums, (0..size).map(|rank| span(rank).len()));
-        reduce::raw_items(dtype, &summands, reduction, results[own_rank])?;
+        reduce::reduce_raw_items(dtype, &summands, reduction, results[own_rank])?;
         let own = &*mem::take(&mut results[own_rank]);
         let others = results.into_iter().enumerate().filter(|(from, _)| *from != own_rank);
         self.transfer(

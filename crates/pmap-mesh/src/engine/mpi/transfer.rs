@@ -7,7 +7,7 @@ use ferrompi::{Communicator, Request};
 use super::{
     MpiInner,
     backoff::{PauseOutcome, TransferProgress, WaitBackoff},
-    session::{exit_all, rank_of},
+    session::{exit_all, to_mpi_rank},
 };
 use crate::{
     engine::{GroupContext, processes::CallGuard},
@@ -95,13 +95,13 @@ impl MpiCall<'_> {
             let mut requests = Vec::new();
             for (from, kind, bytes) in incoming {
                 for chunk in bytes.chunks_mut(MESSAGE_BYTES) {
-                    let request = self.comm.irecv(scope, chunk, rank_of(from), kind as i32);
+                    let request = self.comm.irecv(scope, chunk, to_mpi_rank(from), kind as i32);
                     requests.push((from, self.or_exit(request)));
                 }
             }
             for (to, kind, bytes) in outgoing {
                 for chunk in bytes.chunks(MESSAGE_BYTES) {
-                    let request = self.comm.isend(scope, chunk, rank_of(to), kind as i32);
+                    let request = self.comm.isend(scope, chunk, to_mpi_rank(to), kind as i32);
                     requests.push((to, self.or_exit(request)));
                 }
             }
@@ -115,7 +115,7 @@ impl MpiCall<'_> {
     pub(super) fn broadcast(&self, bytes: &mut [u8], root: usize) {
         let done = ferrompi::scope(|scope| {
             let requests = bytes.chunks_mut(MESSAGE_BYTES).map(|chunk| {
-                (root, self.or_exit(self.comm.ibroadcast(scope, chunk, rank_of(root))))
+                (root, self.or_exit(self.comm.ibroadcast(scope, chunk, to_mpi_rank(root))))
             });
             self.wait(requests.collect(), AwaitedMessages::Data);
             Ok(())

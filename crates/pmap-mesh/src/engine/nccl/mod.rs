@@ -336,7 +336,11 @@ impl Engine for Nccl {
         })
     }
 
-    fn receive(&self, ctx: &GroupContext, message: &SendReceive<'_>) -> Result<Option<Tensor>> {
+    fn send_receive(
+        &self,
+        ctx: &GroupContext,
+        message: &SendReceive<'_>,
+    ) -> Result<Option<Tensor>> {
         let SendReceive { x, is_sent, from } = *message;
         let sender = match from {
             Some(rank) => to_word(rank),

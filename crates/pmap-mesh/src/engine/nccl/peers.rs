@@ -32,6 +32,7 @@ impl PeerInfo {
             context.uuid().map_err(|error| format!("cannot read the UUID of the GPU: {error}"))?;
         Ok(Self {
             token: token(),
+            // The bytes are `c_char`, which is signed on some platforms.
             uuid: uuid.bytes.map(|byte| u8::from_ne_bytes(byte.to_ne_bytes())),
             device: context.ordinal(),
             host: gethostname::gethostname().to_string_lossy().into_owned(),

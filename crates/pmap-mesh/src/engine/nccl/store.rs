@@ -29,6 +29,9 @@ pub(super) type CommId = [u8; 128];
 /// The ids of the communicators of a mesh.
 pub(super) type CommIds = [CommId; 2];
 
+/// The published value of a process, or the reason why the process cannot take part.
+type Report<T> = std::result::Result<T, String>;
+
 /// The version of the files' format.
 const VERSION: u32 = 1;
 
@@ -69,12 +72,12 @@ pub(super) struct MeshBootstrap {
 }
 
 impl NcclStore {
-    /// Returns the ids that rank 0 creates with `make`, if all processes can take part. `peer` is
+    /// Returns the ids that rank 0 creates with `make`, if all processes can take part. `own` is
     /// the description of this process, or the reason why it cannot take part.
     pub(super) fn bootstrap(
         &self,
         place: Placement,
-        peer: std::result::Result<PeerInfo, String>,
+        own: Report<PeerInfo>,
         timeout: Duration,
         make: impl FnOnce() -> Result<CommIds>,
     ) -> Result<MeshBootstrap> {
@@ -82,13 +85,13 @@ impl NcclStore {
             Self::File(path) => {
                 let files = StoreFiles { path, place, start: Instant::now(), timeout };
                 if place.rank() == Rank::ZERO {
-                    files.run_rank_0(peer, make)
+                    files.run_rank_0(own, make)
                 } else {
-                    files.run_other_rank(peer)
+                    files.run_other_rank(own)
                 }
             }
             #[cfg(feature = "mpi")]
-            Self::Mpi => bootstrap_by_mpi(place, peer, make),
+            Self::Mpi => bootstrap_by_mpi(place, own, make),
         }
     }
 }
@@ -106,7 +109,7 @@ struct FileRecord<T> {
 struct StoreReply {
     /// The number of the call that it answers.
     call: u64,
-    peer: std::result::Result<PeerInfo, String>,
+    peer: Report<PeerInfo>,
 }
 
 /// The final record of rank 0.
@@ -130,7 +133,7 @@ impl StoreFiles<'_> {
     /// Runs the part of rank 0.
     fn run_rank_0(
         &self,
-        peer: std::result::Result<PeerInfo, String>,
+        own: Report<PeerInfo>,
         make: impl FnOnce() -> Result<CommIds>,
     ) -> Result<MeshBootstrap> {
         // Create this file first, which fails if another mesh uses the name.
@@ -147,9 +150,10 @@ impl StoreFiles<'_> {
                 reply_paths.push(self.rank_path(rank));
             }
         }
-        match collect_peers(peer, replies).and_then(|peers| Ok((make()?, peers))) {
+        match collect_peers(own, replies).and_then(|peers| Ok((make()?, peers))) {
             Ok((ids, peers)) => {
-                self.fill(&file, Ok::<_, String>(FinalRecord { ids: ids.concat(), peers }))?;
+                let record = FinalRecord { ids: ids.concat(), peers };
+                self.fill(&file, Report::Ok(record))?;
                 Ok(MeshBootstrap {
                     ids,
                     _own_files: vec![file, call_file],
@@ -158,7 +162,7 @@ impl StoreFiles<'_> {
                 })
             }
             Err(error) => {
-                self.fill(&file, Err::<FinalRecord, _>(error.to_string()))?;
+                self.fill(&file, Report::<FinalRecord>::Err(error.to_string()))?;
                 wait_for_readers(&reply_paths, READ_TIME);
                 Err(error)
             }
@@ -166,28 +170,28 @@ impl StoreFiles<'_> {
     }
 
     /// Waits for the reply of a rank to this call, up to the time limit.
-    fn read_reply(&self, rank: u64, call: u64) -> Result<std::result::Result<PeerInfo, String>> {
+    fn read_reply(&self, rank: u64, call: u64) -> Result<Report<PeerInfo>> {
         let path = self.rank_path(rank);
         let reply: StoreReply = self.read(&path, || Ok(()))?;
         if reply.call == call { Ok(reply.peer) } else { Err(stale_error(&path)) }
     }
 
     /// Runs the part of a rank other than 0.
-    fn run_other_rank(&self, peer: std::result::Result<PeerInfo, String>) -> Result<MeshBootstrap> {
+    fn run_other_rank(&self, own: Report<PeerInfo>) -> Result<MeshBootstrap> {
         // Create this file first, which fails if an earlier run left its file.
         let own_file = OwnFile::claim(&self.rank_path(self.place.rank().as_u64()))?;
         let call: u64 = self.read(&self.rank_path(0), || Ok(()))?;
-        self.fill(&own_file, StoreReply { call, peer: peer.clone() })?;
-        let outcome: std::result::Result<FinalRecord, String> =
+        self.fill(&own_file, StoreReply { call, peer: own.clone() })?;
+        let outcome: Report<FinalRecord> =
             self.read(self.path, || match self.path.try_exists() {
                 Ok(false) => Err(nccl_error("rank 0 has ended before all ranks had joined")),
                 _ => Ok(()),
             })?;
         // Return the local error first, since it is more precise.
-        let peer = peer.map_err(nccl_error)?;
+        let own = own.map_err(nccl_error)?;
         let FinalRecord { ids, peers } =
             outcome.map_err(|reason| ProcessError::Peer { slot: 0, reason })?;
-        if peers.get(self.place.rank().as_usize()) != Some(&peer) {
+        if peers.get(self.place.rank().as_usize()) != Some(&own) {
             return Err(stale_error(self.path));
         }
         Ok(MeshBootstrap {
@@ -241,8 +245,8 @@ impl StoreFiles<'_> {
 /// Returns the descriptions of all processes, by rank, given rank 0's description and the replies
 /// of the other ranks.
 fn collect_peers(
-    rank_0: std::result::Result<PeerInfo, String>,
-    replies: Vec<Result<std::result::Result<PeerInfo, String>>>,
+    rank_0: Report<PeerInfo>,
+    replies: Vec<Result<Report<PeerInfo>>>,
 ) -> Result<Vec<PeerInfo>> {
     let mut peers = vec![rank_0.map_err(|reason| nccl_error(format!("rank 0: {reason}")))?];
     for (rank, reply) in (1..).zip(replies) {
@@ -307,7 +311,7 @@ fn parse_ids(bytes: &[u8]) -> Option<CommIds> {
 #[expect(clippy::expect_used, reason = "the description of a process is valid JSON")]
 fn bootstrap_by_mpi(
     place: Placement,
-    peer: std::result::Result<PeerInfo, String>,
+    own: Report<PeerInfo>,
     make: impl FnOnce() -> Result<CommIds>,
 ) -> Result<MeshBootstrap> {
     let session = MpiSession::start()?;
@@ -318,8 +322,8 @@ fn bootstrap_by_mpi(
     if own_rank != place.rank().as_usize() || size != place.world_size().as_usize() {
         session.exit_all(&format!("this process is rank {own_rank} of {size}, not {place}"));
     }
-    let peer = peer.unwrap_or_else(|reason| session.exit_all(&reason));
-    let own_bytes = serde_json::to_vec(&peer).expect("numbers and a name have a form in JSON");
+    let own = own.unwrap_or_else(|reason| session.exit_all(&reason));
+    let own_bytes = serde_json::to_vec(&own).expect("numbers and a name have a form in JSON");
     let mut ids = [[0; size_of::<CommId>()]; 2];
     if place.rank() == Rank::ZERO {
         ids = make().unwrap_or_else(|error| session.exit_all(&error.to_string()));
@@ -336,7 +340,8 @@ fn bootstrap_by_mpi(
     Ok(MeshBootstrap { ids, _own_files: Vec::new(), session: Some(session) })
 }
 
-/// Broadcasts the bytes of rank `from` to all ranks, which do not know their number.
+/// Broadcasts the bytes of rank `from`: first how many there are, which the other ranks do not
+/// know, then the bytes.
 #[cfg(feature = "mpi")]
 #[expect(clippy::expect_used, reason = "the description of a process fits in memory")]
 fn broadcast(session: &MpiSession, mut bytes: Vec<u8>, from: usize) -> Result<Vec<u8>> {

@@ -103,9 +103,9 @@ impl GroupExchange {
         &self.contributions()[rank].tensors[0]
     }
 
-    /// Returns tensor number `index` of each member.
-    pub(super) fn tensors_at(&self, index: usize) -> Vec<Tensor> {
-        tensors_at(self.contributions(), index)
+    /// Returns tensor number `n` of each member.
+    pub(super) fn nth_of_each_member(&self, n: usize) -> Vec<Tensor> {
+        nth_of_each_member(self.contributions(), n)
     }
 
     /// Returns the shared work, or `None` if each member computes its results alone.
@@ -122,7 +122,7 @@ impl GroupExchange {
     }
 }
 
-/// Returns tensor number `index` of each member.
-pub(super) fn tensors_at(contributions: &[MemberContribution], index: usize) -> Vec<Tensor> {
-    contributions.iter().map(|contribution| contribution.tensors[index].clone()).collect()
+/// Returns tensor number `n` of each member.
+pub(super) fn nth_of_each_member(contributions: &[MemberContribution], n: usize) -> Vec<Tensor> {
+    contributions.iter().map(|contribution| contribution.tensors[n].clone()).collect()
 }

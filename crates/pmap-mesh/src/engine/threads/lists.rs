@@ -12,7 +12,7 @@ use candle_core::{Device, Result, Shape, Tensor, Var, bail};
 
 use super::{
     SMALL_BYTES,
-    exchange::{GroupExchange, ListWork, MemberContribution, RunKey, tensors_at},
+    exchange::{GroupExchange, ListWork, MemberContribution, RunKey, nth_of_each_member},
     rendezvous::Rendezvous,
     snapshot,
 };
@@ -146,8 +146,8 @@ impl ListReduction {
         for ReduceTarget { run: Run { tensor, items }, shape } in
             self.targets(ctx.rank, contributions)
         {
-            let summands = exchange.tensors_at(tensor);
-            let sum = reduce::item_range(&summands, items, &shape, self.reduction)?;
+            let summands = exchange.nth_of_each_member(tensor);
+            let sum = reduce::reduce_item_range(&summands, items, &shape, self.reduction)?;
             results.push(sum.to_device(&self.devices[tensor])?);
         }
         Ok(results)
@@ -163,7 +163,7 @@ impl ListReduction {
             for ReduceTarget { run, shape } in self.targets(rank, contributions) {
                 let n_outputs = reductions.len();
                 if *outputs.entry(output_key(&run)).or_insert(n_outputs) == n_outputs {
-                    let summands = tensors_at(contributions, run.tensor);
+                    let summands = nth_of_each_member(contributions, run.tensor);
                     reductions.push(reduce_output(summands, run.items, shape, self.reduction)?);
                 }
             }

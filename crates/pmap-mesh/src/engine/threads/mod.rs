@@ -19,7 +19,7 @@ use crate::{
         AllgatherPurpose, Backend, Engine, GatheredTensors, GroupContext, ListRequest,
         PendingCollective, SendReceive, WantedTensors,
         threads::{
-            exchange::{GroupExchange, ListWork, MemberContribution, tensors_at},
+            exchange::{GroupExchange, ListWork, MemberContribution, nth_of_each_member},
             lists::{ListOp, concat_flat},
             rendezvous::Rendezvous,
             simulated_link::{SimulatedLink, sleep_until},
@@ -93,8 +93,8 @@ struct ThreadEngine {
 impl ThreadEngine {
     /// Reserves the simulated link for a collective that starts now, and returns its arrival time;
     /// `None` if no network is simulated.
-    fn reserve_link(&self, work: &ListRequest) -> Option<Instant> {
-        self.links.as_ref().map(|links| links[self.slot].reserve(work))
+    fn reserve_link(&self, request: &ListRequest) -> Option<Instant> {
+        self.links.as_ref().map(|links| links[self.slot].reserve(request))
     }
 }
 
@@ -122,18 +122,19 @@ impl Engine for ThreadEngine {
     fn all_reduce(&self, ctx: &GroupContext, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
         if n_bytes(x) > SMALL_BYTES {
             let list = vec![x.clone()];
-            let work = ListRequest::Reduce { list, wanted: WantedTensors::Everything, reduction };
-            let mut sums = self.run(ctx, work)?;
+            let request =
+                ListRequest::Reduce { list, wanted: WantedTensors::Everything, reduction };
+            let mut sums = self.run(ctx, request)?;
             return Ok(sums.swap_remove(0));
         }
         let exchange = self.rendezvous.contribute_and_wait(ctx, snapshot(x)?.into(), None)?;
-        reduce::tensors(&exchange.tensors_at(0), reduction)?.to_device(x.device())
+        reduce::reduce_tensors(&exchange.nth_of_each_member(0), reduction)?.to_device(x.device())
     }
 
     fn all_gather(&self, ctx: &GroupContext, x: &Tensor) -> Result<GatheredTensors> {
         let own = if n_bytes(x) <= SMALL_BYTES { snapshot(x)? } else { to_host(x)? };
         let exchange = self.rendezvous.contribute_and_wait(ctx, own.into(), Some(&plan_gather))?;
-        let parts = exchange.tensors_at(0);
+        let parts = exchange.nth_of_each_member(0);
         let Some(ListWork { work, .. }) = exchange.work()? else {
             let parts = parts.iter().map(|part| part.to_device(x.device()));
             return Ok(GatheredTensors::Parts(parts.collect::<Result<_>>()?));
@@ -148,10 +149,18 @@ impl Engine for ThreadEngine {
         let tensors = parts.iter().map(snapshot).collect::<Result<_>>()?;
         let contribution = MemberContribution { tensors, wanted: Vec::new() };
         let exchange = self.rendezvous.contribute_and_wait(ctx, contribution, None)?;
-        exchange.tensors_at(ctx.rank).iter().map(|tensor| tensor.to_device(device)).collect()
+        exchange
+            .nth_of_each_member(ctx.rank)
+            .iter()
+            .map(|tensor| tensor.to_device(device))
+            .collect()
     }
 
-    fn receive(&self, ctx: &GroupContext, message: &SendReceive<'_>) -> Result<Option<Tensor>> {
+    fn send_receive(
+        &self,
+        ctx: &GroupContext,
+        message: &SendReceive<'_>,
+    ) -> Result<Option<Tensor>> {
         // Only the sender copies its tensor; all receivers share this copy.
         let contribution = if message.is_sent {
             snapshot(message.x)?.into()
@@ -163,9 +172,9 @@ impl Engine for ThreadEngine {
         message.from.map(|from| exchange.only_tensor(from).to_device(device)).transpose()
     }
 
-    fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {
-        let arrival = self.reserve_link(&work);
-        let (op, contribution) = ListOp::new(work)?;
+    fn run(&self, ctx: &GroupContext, request: ListRequest) -> Result<Vec<Tensor>> {
+        let arrival = self.reserve_link(&request);
+        let (op, contribution) = ListOp::new(request)?;
         let exchange = self.rendezvous.contribute_and_wait(
             ctx,
             contribution,
@@ -176,9 +185,13 @@ impl Engine for ThreadEngine {
         results
     }
 
-    fn start(&self, ctx: &GroupContext, work: ListRequest) -> Result<Box<dyn PendingCollective>> {
-        let arrival = self.reserve_link(&work);
-        let (op, contribution) = ListOp::new(work)?;
+    fn start(
+        &self,
+        ctx: &GroupContext,
+        request: ListRequest,
+    ) -> Result<Box<dyn PendingCollective>> {
+        let arrival = self.reserve_link(&request);
+        let (op, contribution) = ListOp::new(request)?;
         let exchange = self
             .rendezvous
             .contribute(ctx, contribution, &|contributions| op.plan(contributions))?;
@@ -213,7 +226,7 @@ impl Engine for ThreadEngine {
 
 /// Plans the concatenation of the members' tensors, unless all of them are small.
 fn plan_gather(contributions: &[MemberContribution]) -> Option<Result<ListWork>> {
-    let parts = tensors_at(contributions, 0);
+    let parts = nth_of_each_member(contributions, 0);
     let is_small = parts.iter().all(|part| n_bytes(part) <= SMALL_BYTES);
     (!is_small).then(|| concat_flat(parts))
 }

@@ -5,7 +5,9 @@ use std::{iter, ops::Range, sync::Arc};
 use bytemuck::cast_slice;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 
-use super::{ByteSpan, MpiRound, ReceivedChunk, RoundOutcome, byte_ranges, n_words, pack, parts};
+use super::{
+    ByteSpan, MpiRound, ReceivedChunk, RoundOutcome, byte_ranges, n_words, pack, spans_in_chunk,
+};
 use crate::{
     device::to_device::{leaf_to_device, to_host},
     engine::{
@@ -75,7 +77,9 @@ impl GatherRound {
     /// Copies received words to the results.
     fn write_chunk(&mut self, ReceivedChunk { from, range, words }: &ReceivedChunk<'_>) {
         let runs: Vec<Range<usize>> = self.run_bytes(*from).collect();
-        for ByteSpan { run_index, in_run, in_chunk } in parts(runs.iter().map(Range::len), range) {
+        for ByteSpan { run_index, in_run, in_chunk } in
+            spans_in_chunk(runs.iter().map(Range::len), range)
+        {
             let start = runs[run_index].start;
             let result = self.results[self.runs_by_rank[*from][run_index].tensor].bytes_mut();
             result[start + in_run.start..start + in_run.end]
@@ -109,7 +113,7 @@ impl MpiRound for GatherRound {
 
     fn pack(&self, _: usize, words: Range<usize>, into: &mut [u64]) -> Result<()> {
         let run_sizes = self.run_bytes(self.own_rank).map(|bytes| bytes.len());
-        pack(parts(run_sizes, &words), |run_index| (&self.own[run_index], 0), into)
+        pack(spans_in_chunk(run_sizes, &words), |run_index| (&self.own[run_index], 0), into)
     }
 
     fn consume(&mut self, chunks: &[ReceivedChunk<'_>]) -> Result<()> {

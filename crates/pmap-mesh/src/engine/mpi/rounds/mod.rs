@@ -60,22 +60,23 @@ struct ByteSpan {
     in_chunk: Range<usize>,
 }
 
-/// Returns the parts of runs that are in a range of words, given the number of bytes of each run.
-fn parts(run_sizes: impl Iterator<Item = usize>, words: &Range<usize>) -> Vec<ByteSpan> {
+/// Returns the parts of runs that are in a chunk, which is a range of words, given the number of
+/// bytes of each run.
+fn spans_in_chunk(run_sizes: impl Iterator<Item = usize>, words: &Range<usize>) -> Vec<ByteSpan> {
     let chunk = words.start * size_of::<u64>()..words.end * size_of::<u64>();
     let mut run_start = 0;
-    let mut parts = Vec::new();
+    let mut spans = Vec::new();
     for (run_index, n_bytes) in run_sizes.enumerate() {
         let start = chunk.start.max(run_start);
         let end = chunk.end.min(run_start + n_bytes);
         if start < end {
             let in_run = start - run_start..end - run_start;
             let in_chunk = start - chunk.start..end - chunk.start;
-            parts.push(ByteSpan { run_index, in_run, in_chunk });
+            spans.push(ByteSpan { run_index, in_run, in_chunk });
         }
         run_start += n_bytes.next_multiple_of(size_of::<u64>());
     }
-    parts
+    spans
 }
 
 /// Returns the number of words of some runs, given the number of bytes of each run.
@@ -86,12 +87,12 @@ fn n_words(run_sizes: impl Iterator<Item = usize>) -> usize {
 /// Copies parts of runs into a chunk. `find_run` returns the tensor of a run, and the offset of the
 /// run's first byte in this tensor.
 fn pack<'a>(
-    parts: Vec<ByteSpan>,
+    spans: Vec<ByteSpan>,
     find_run: impl Fn(usize) -> (&'a Tensor, usize),
     into: &mut [u64],
 ) -> Result<()> {
     let chunk: &mut [u8] = cast_slice_mut(into);
-    for ByteSpan { run_index, in_run, in_chunk } in parts {
+    for ByteSpan { run_index, in_run, in_chunk } in spans {
         let (x, start) = find_run(run_index);
         with_part(x, start + in_run.start..start + in_run.end, |bytes| {
             chunk[in_chunk].copy_from_slice(bytes);
@@ -168,7 +169,7 @@ mod tests {
         };
         let runs = [3, 0, 20, 8];
         assert_eq!(n_words(runs.into_iter()), 5);
-        let spans = |words| parts(runs.into_iter(), &words);
+        let spans = |words| spans_in_chunk(runs.into_iter(), &words);
         assert_eq!(spans(0..5), [part(0, 0..3, 0), part(2, 0..20, 8), part(3, 0..8, 32)]);
         assert_eq!(spans(0..1), [part(0, 0..3, 0)]);
         assert_eq!(spans(2..4), [part(2, 8..20, 0)]);

@@ -1,4 +1,5 @@
-//! The round in which each rank reduces the runs that it wants of a list of tensors.
+//! The reduction round: each rank receives the other ranks' items of its own runs, which are ranges
+//! of tensors, and reduces them.
 
 use std::{ops::Range, sync::Arc};
 
@@ -6,7 +7,8 @@ use bytemuck::cast_slice;
 use candle_core::{Device, Result, Tensor, bail};
 
 use super::{
-    ByteSpan, GatherRound, MpiRound, ReceivedChunk, RoundOutcome, byte_ranges, n_words, pack, parts,
+    ByteSpan, GatherRound, MpiRound, ReceivedChunk, RoundOutcome, byte_ranges, n_words, pack,
+    spans_in_chunk,
 };
 use crate::{
     device::to_device::to_host,
@@ -78,22 +80,24 @@ impl ReduceRound {
         &self.list[self.runs_by_rank[rank][run_index].tensor]
     }
 
-    /// Reduces the part of one of this rank's runs that is in `chunks`. The run begins at byte
+    /// Reduces the `span` of one of this rank's runs that is in `chunks`. The run begins at byte
     /// `run_start` of its tensor.
     fn reduce(
         &mut self,
-        part: &ByteSpan,
+        span: &ByteSpan,
         run_start: usize,
         chunks: &[ReceivedChunk<'_>],
     ) -> Result<()> {
-        let ByteSpan { run_index, in_run, in_chunk } = part;
+        let ByteSpan { run_index, in_run, in_chunk } = span;
         let x = self.run_tensor(self.own_rank, *run_index).clone();
         let sum = &mut self.sums[*run_index].bytes_mut()[in_run.clone()];
         with_part(&x, run_start + in_run.start..run_start + in_run.end, |own| {
             let mut summands: Vec<&[u8]> =
                 chunks.iter().map(|chunk| &cast_slice(chunk.words)[in_chunk.clone()]).collect();
+            // `chunks` are in order of rank, without this rank. The order decides the rounding, so
+            // it is the same on all ranks.
             summands.insert(self.own_rank, own);
-            reduce::raw_items(x.dtype(), &summands, self.reduction, sum)
+            reduce::reduce_raw_items(x.dtype(), &summands, self.reduction, sum)
         })
     }
 
@@ -118,19 +122,21 @@ impl MpiRound for ReduceRound {
     }
 
     fn pack(&self, to: usize, words: Range<usize>, into: &mut [u64]) -> Result<()> {
-        let runs: Vec<Range<usize>> = self.run_bytes(to).collect();
+        let run_ranges: Vec<Range<usize>> = self.run_bytes(to).collect();
         pack(
-            parts(runs.iter().map(Range::len), &words),
-            |run_index: usize| (self.run_tensor(to, run_index), runs[run_index].start),
+            spans_in_chunk(run_ranges.iter().map(Range::len), &words),
+            |run_index: usize| (self.run_tensor(to, run_index), run_ranges[run_index].start),
             into,
         )
     }
 
     fn consume(&mut self, chunks: &[ReceivedChunk<'_>]) -> Result<()> {
-        let runs: Vec<Range<usize>> = self.run_bytes(self.own_rank).collect();
+        let run_ranges: Vec<Range<usize>> = self.run_bytes(self.own_rank).collect();
         // All ranks send this rank the same number of words, so their chunks are of one size.
-        let parts = parts(runs.iter().map(Range::len), &chunks[0].range);
-        parts.iter().try_for_each(|part| self.reduce(part, runs[part.run_index].start, chunks))
+        let spans = spans_in_chunk(run_ranges.iter().map(Range::len), &chunks[0].range);
+        spans
+            .iter()
+            .try_for_each(|span| self.reduce(span, run_ranges[span.run_index].start, chunks))
     }
 
     fn finish(mut self: Box<Self>) -> Result<RoundOutcome> {

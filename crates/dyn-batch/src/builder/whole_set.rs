@@ -2,7 +2,7 @@
 
 #![expect(
     clippy::cast_possible_truncation,
-    reason = "at most 2^32 sequences are arranged together, and tables are no longer"
+    reason = "at most 2^32 sequences are arranged together, and no table has more entries"
 )]
 
 use std::ops::Range;
@@ -23,7 +23,8 @@ pub(crate) struct BatchArrangement {
     pub(crate) ids: Vec<u32>,
     /// Ranges of the batches in [`ids`](Self::ids).
     pub(crate) batches: Vec<PlannedBatch>,
-    /// Number of sequences that cannot fill the multiple and are in no batch.
+    /// Number of surplus sequences that are in no batch: too few for one more group of
+    /// `batch_size_multiple`.
     pub(crate) dropped: u64,
 }
 
@@ -51,13 +52,16 @@ pub(crate) enum WholeSetStrategy {
 
 impl WholeSetStrategy {
     /// Arranges admitted sequences, given by number and length. Sequences of equal length keep
-    /// their order. Sorted sequences are cut at `known_ends` if these respect the limits.
+    /// their order.
+    ///
+    /// `known_group_ends` are the ends of sorted batches, counted in groups and without the
+    /// surplus. They are used if they respect the limits.
     pub(crate) fn arrange(
         self,
         histogram: &LengthHistogram,
         sequences: impl Iterator<Item = (u32, u64)>,
         limits: &BatchLimits,
-        known_ends: Option<Vec<usize>>,
+        known_group_ends: Option<Vec<usize>>,
     ) -> Result<BatchArrangement> {
         let count = histogram.count();
         if u32::try_from(count).is_err() {
@@ -65,7 +69,7 @@ impl WholeSetStrategy {
         }
         let sorted = sort(histogram, sequences);
         Ok(match self {
-            Self::Sorted(cut) => arrange_sorted(histogram, sorted, cut, limits, known_ends),
+            Self::Sorted(cut) => arrange_sorted(histogram, sorted, cut, limits, known_group_ends),
             Self::BestFit => {
                 arrange_rows(&pack::best_fit(histogram, limits.empty_row()), &sorted, limits)
             }
@@ -96,7 +100,7 @@ fn arrange_sorted(
     mut sorted: Vec<u32>,
     cut: Cut,
     limits: &BatchLimits,
-    known_ends: Option<Vec<usize>>,
+    known_group_ends: Option<Vec<usize>>,
 ) -> BatchArrangement {
     // The surplus consists of the shortest sequences, because dropping them or giving them a small
     // batch costs least.
@@ -105,9 +109,9 @@ fn arrange_sorted(
     let n_surplus = len - n_in_groups;
     let n_dropped = n_surplus - n_kept;
     let groups = SortedGroups::new(&histogram.range(n_surplus..len), limits);
-    let group_ends = match known_ends {
+    let group_ends = match known_group_ends {
         Some(ends) if groups.allows(&ends) => ends,
-        Some(_) | None => groups.cut(cut),
+        Some(_) | None => groups.batch_ends(cut),
     };
     let mut ends = Vec::with_capacity(group_ends.len() + 1);
     if n_kept > 0 {
@@ -134,11 +138,13 @@ fn arrange_rows(rows: &PackedRows, sorted: &[u32], limits: &BatchLimits) -> Batc
     }
     // Rows are filled from their ends in ascending order of length, so that the longest sequence
     // comes first.
-    let mut next: Vec<u32> = batches.iter().map(|batch| batch.range.end).collect();
+    let mut row_cursors: Vec<u32> = batches.iter().map(|batch| batch.range.end).collect();
     let mut ids = vec![0; sorted.len()];
+    // `row_of` goes from the longest sequence to the shortest, so it is reversed to match `sorted`.
     for (&row, &id) in rows.row_of.iter().rev().zip(sorted) {
-        next[row as usize] -= 1;
-        ids[next[row as usize] as usize] = id;
+        let cursor = &mut row_cursors[row as usize];
+        *cursor -= 1;
+        ids[*cursor as usize] = id;
     }
     BatchArrangement { ids, batches, dropped: 0 }
 }
@@ -149,8 +155,8 @@ fn plan_batches(runs: &[LengthRun], ends: &[usize], limits: &BatchLimits) -> Vec
     let mut batches = Vec::with_capacity(ends.len());
     let mut start = 0;
     for &end in ends {
-        let real_tokens = taker.take((end - start) as u64);
-        let padded_length = limits.padded_length(taker.current.length);
+        let (real_tokens, longest) = taker.take((end - start) as u64);
+        let padded_length = limits.padded_length(longest);
         let range = start as u32..end as u32;
         batches.push(PlannedBatch { range, padded_length, real_tokens });
         start = end;
@@ -166,9 +172,10 @@ struct RunTaker<'a> {
 }
 
 impl RunTaker<'_> {
-    /// Takes the next `count` sequences and returns the sum of their lengths.
+    /// Takes the next `count` sequences. Returns the sum of their lengths and the length of the
+    /// longest sequence, which is the last one.
     #[expect(clippy::expect_used, reason = "the last batch ends with the last run")]
-    fn take(&mut self, count: u64) -> u64 {
+    fn take(&mut self, count: u64) -> (u64, u64) {
         let mut n_missing = count;
         let mut tokens = 0;
         while n_missing > 0 {
@@ -180,6 +187,6 @@ impl RunTaker<'_> {
             n_missing -= n_taken;
             self.current.count -= n_taken;
         }
-        tokens
+        (tokens, self.current.length)
     }
 }
