@@ -348,7 +348,10 @@ fn train_rejects_unusable_prompts_early() {
     for (more, words) in [
         (&["--prompt", &long][..], "the prompt has 385 tokens, but the model has 384 positions"),
         (&["--prompt", ""], "the prompt has no token"),
-        (&["--prompt", "a", "--temperature", "0"], "the temperature is 0, must be a finite number above 0"),
+        (
+            &["--prompt", "a", "--temperature", "0"],
+            "the temperature is 0, must be a finite number above 0",
+        ),
         (&["--temperature", "1"], "--prompt"),
     ] {
         rejects(&[&train[..], more].concat(), &[words]);

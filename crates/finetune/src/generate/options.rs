@@ -68,7 +68,8 @@ mod tests {
     fn temperatures_are_positive() {
         for temperature in [0., -1., f64::NAN, f64::INFINITY] {
             let fault = Generation::default().with_temperature(temperature).check().unwrap_err();
-            let words = format!("the temperature is {temperature}, must be a finite number above 0");
+            let words =
+                format!("the temperature is {temperature}, must be a finite number above 0");
             assert_eq!(fault.to_string(), words);
         }
         Generation::default().with_temperature(0.5).check().unwrap();

@@ -172,7 +172,8 @@ mod tests {
 
     #[test]
     fn byte_order_mark_is_no_text() {
-        for (path, content) in [("a.jsonl", "\u{feff}\"a text\"\n"), ("a.txt", "\u{feff}a text\n")] {
+        for (path, content) in [("a.jsonl", "\u{feff}\"a text\"\n"), ("a.txt", "\u{feff}a text\n")]
+        {
             let found = items(Path::new(path), content).unwrap();
             let found: Vec<Item> = found.into_iter().map(|(_, item)| item).collect();
             assert_eq!(found, [Item::Text("a text".to_owned())], "{path}");
