@@ -259,13 +259,16 @@ fn batch(error: &batch::Error) -> Option<Cow<'static, str>> {
         batch::Error::SequenceTooLong { .. } => {
             Some("--overlong skip leaves such sequences out, --overlong truncate cuts them".into())
         }
-        batch::Error::SequenceOverBudget { max_tokens, .. } => Some(
-            format!(
-                "raise the limit, or leave such sequences out with --max-sequence-length \
-                 {max_tokens} --overlong skip"
-            )
-            .into(),
-        ),
+        batch::Error::SequenceOverBudget { length, padded_length, multiple, max_tokens, .. } => {
+            // With padding, the longest sequence that fits depends on other options too.
+            let is_padded = length != padded_length;
+            let max = if is_padded { "N".to_owned() } else { (max_tokens / multiple).to_string() };
+            let hint = format!(
+                "raise the limit, or leave such sequences out with --max-sequence-length {max} \
+                 --overlong skip"
+            );
+            Some(hint.into())
+        }
         batch::Error::CannotFillStep { .. } => Some(
             "a smaller --max-tokens or --max-batch-size makes more batches; --remainder drop leaves \
              the last batches out, --remainder repeat reads the first batches twice"

@@ -96,6 +96,10 @@ fn limit_errors_name_options() {
     batch("sorted", &[], &["--max-tokens", "--max-batch-size"]);
     batch("dynamic", &[], &["--max-tokens"]);
     batch("dynamic", &["--max-tokens", "512"], &["--max-sequence-length 512 --overlong skip"]);
+    let multiple = ["--max-tokens", "512", "--batch-size-multiple", "4"];
+    batch("dynamic", &multiple, &["--max-sequence-length 128 --overlong skip"]);
+    let padded = ["--max-tokens", "512", "--length-multiple", "64"];
+    batch("dynamic", &padded, &["--max-sequence-length N --overlong skip"]);
     batch(
         "dynamic",
         &["--max-tokens", "900", "--max-sequence-length", "512"],
