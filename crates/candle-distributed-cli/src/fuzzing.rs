@@ -3,7 +3,7 @@
 
 use std::{fs, path::Path};
 
-use candle_distributed::finetune::spec::Spec;
+use candle_distributed::{checkpoint::support::footer, finetune::spec::Spec};
 use clap::Parser;
 
 use crate::{
@@ -27,7 +27,7 @@ fn read_run(run_json: &[u8], metrics: &[u8]) -> Result<()> {
     let text = folder.path().join(TEXT);
     fs::create_dir(&run)?;
     fs::write(&text, PARAGRAPHS)?;
-    fs::write(run.join("run.json"), with_text_path(run_json, &text))?;
+    fs::write(run.join("run.json"), with_checksum(with_text_path(run_json, &text)))?;
     fs::write(run.join("metrics.jsonl"), metrics)?;
     // The settings may name any file of this machine, which a fuzz target must not read.
     let spec = Spec::read(&run)?;
@@ -47,6 +47,11 @@ fn with_text_path(run_json: &[u8], text: &Path) -> Vec<u8> {
     };
     let path = format!("{:?}", text.display().to_string());
     [&run_json[..at], path.as_bytes(), &run_json[at + name.len()..]].concat()
+}
+
+/// Adds a correct checksum, without which no settings are read.
+fn with_checksum(run_json: Vec<u8>) -> Vec<u8> {
+    if run_json.ends_with(b"\n}") { footer::add(run_json) } else { run_json }
 }
 
 /// A command line of `train`.
@@ -88,7 +93,7 @@ mod tests {
 
     #[test]
     fn only_valid_runs_are_read() {
-        let run_json = serde_json::to_vec(&description()).unwrap();
+        let run_json = serde_json::to_vec_pretty(&description()).unwrap();
         let metrics = line(0, "1", 1.0);
         read_run(&run_json, metrics.as_bytes()).unwrap();
         assert!(read_run(b"{}", metrics.as_bytes()).is_err());
