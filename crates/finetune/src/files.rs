@@ -11,6 +11,9 @@ use crate::error::{Error, Result};
 /// The file with the sizes and properties of a model.
 pub(crate) const CONFIG: &str = "config.json";
 
+/// The description of a run in its folder.
+pub(crate) const RUN_JSON: &str = "run.json";
+
 /// Size limit of a file that this module reads into memory. Configurations, tokenizers and records
 /// of runs are far smaller.
 const MAX_BYTES: u64 = 1 << 30;
@@ -77,7 +80,7 @@ fn add_files(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
 
 /// Returns true if a folder is that of a run.
 fn is_run(folder: &Path) -> bool {
-    folder.join("run.json").is_file()
+    folder.join(RUN_JSON).is_file()
         && ["metrics.jsonl", "checkpoints"].iter().any(|name| folder.join(name).exists())
 }
 

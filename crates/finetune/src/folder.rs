@@ -15,7 +15,6 @@ use crate::{
     error::{Error, Result, folder::FolderError},
     files::{self, CONFIG},
     models::{Llama, LlamaConfig},
-    spec,
     text::tokenizer::{self, Tokenizer},
 };
 
@@ -181,7 +180,7 @@ pub(crate) fn check_files_beside(
     weights: &StoredWeights,
 ) -> Result<(), FolderError> {
     let changed = weights.changed_files().map_err(Box::new)?;
-    let is_in_run = folder.parent().is_some_and(|run| run.join(spec::FILE).exists());
+    let is_in_run = folder.parent().is_some_and(|run| run.join(files::RUN_JSON).exists());
     for name in changed {
         let path = folder.join(name);
         if is_in_run {

@@ -39,7 +39,7 @@ use crate::{
 };
 
 /// The file of the description.
-pub(crate) const FILE: &str = "run.json";
+pub(crate) const FILE: &str = files::RUN_JSON;
 
 /// The format version of the file.
 pub(crate) const FORMAT_VERSION: u32 = 1;

@@ -37,7 +37,7 @@ const FUEL: u64 = 50_000_000;
 /// The length limit of a template. The longest one that is known has 13 KB.
 const MAX_SOURCE_BYTES: usize = 1 << 16;
 
-/// The length limit of a conversation's text. It also limits the depth of values that are written.
+/// The length limit of a conversation's text.
 const MAX_TEXT_BYTES: usize = 1 << 20;
 
 /// The stack of the thread that compiles and renders. Nested expressions of a source of
@@ -169,11 +169,11 @@ impl ChatTemplate {
         let context =
             Context { messages, add_generation_prompt, tools: None, documents: None, special };
         let template = self.environment()?.get_template(Self::NAME).map_err(rendering_error)?;
-        let mut text = BoundedWriter(Vec::new());
+        let mut text = BoundedWriter { text: Vec::new(), start: stack_address() };
         template
             .render_captured_to(Value::from(Serde(&context)), &mut text)
             .map_err(rendering_error)?;
-        String::from_utf8(text.0).map_err(|fault| {
+        String::from_utf8(text.text).map_err(|fault| {
             Error::io(&self.path, io::Error::new(io::ErrorKind::InvalidData, fault))
         })
     }
@@ -212,15 +212,30 @@ impl fmt::Debug for ChatTemplate {
     }
 }
 
-/// A writer into memory that fails beyond [`MAX_TEXT_BYTES`].
-struct BoundedWriter(Vec<u8>);
+/// A writer into memory that fails beyond [`MAX_TEXT_BYTES`], and if its caller has used half of the
+/// stack: a value that contains itself would be written without end.
+struct BoundedWriter {
+    text: Vec<u8>,
+    /// The address of the stack before the template was rendered.
+    start: usize,
+}
+
+/// Returns about the address where the stack ends now.
+#[inline(never)]
+fn stack_address() -> usize {
+    let local = 0_u8;
+    std::hint::black_box(&raw const local).addr()
+}
 
 impl Write for BoundedWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if bytes.len() > MAX_TEXT_BYTES - self.0.len() {
+        if self.start.abs_diff(stack_address()) > STACK_BYTES / 2 {
+            return Err(io::Error::other("a value contains itself, or is nested too deeply"));
+        }
+        if bytes.len() > MAX_TEXT_BYTES - self.text.len() {
             return Err(io::Error::other(format!("it is longer than {MAX_TEXT_BYTES} bytes")));
         }
-        self.0.write(bytes)
+        self.text.write(bytes)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -371,7 +386,7 @@ mod tests {
             ("{% if %}", "syntax error"),
             ("{{ raise_exception('no such role') }}", "no such role"),
             // Values that contain themselves would be written without end.
-            ("{% set ns = namespace(s=1) %}{% set ns.s = ns %}{{ ns }}", ""),
+            ("{% set ns = namespace(s=1) %}{% set ns.s = ns %}{{ ns }}", "contains itself"),
             ("{% set ns = namespace(s=1) %}{% set ns.s = [ns] %}{{ ns }}", ""),
             ("{{ messages[3].content }}", "undefined"),
             ("{{ strftime_now('%Y') }}", "strftime_now"),
