@@ -392,7 +392,7 @@ mod tests {
             ("{{ strftime_now('%Y') }}", "strftime_now"),
             ("{{ 'x' * 1000000000000 }}", ""),
             (
-                "{% for a in range(9999) %}{% for b in range(9999) %}{{ a }}{% endfor %}\
+                "{% for a in range(9999) %}{% for b in range(9999) %}{% set c = a %}{% endfor %}\
                  {% endfor %}",
                 "fuel",
             ),

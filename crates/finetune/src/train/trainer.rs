@@ -643,6 +643,7 @@ mod tests {
         let prepared = prepare();
         fs::write(&run_json, [&description[..], b"\n"].concat()).unwrap();
         is_rejected(prepared, "the description");
+        fs::write(&run_json, &description).unwrap();
         let prepared = prepare();
         fs::create_dir(&model).unwrap();
         is_rejected(prepared, "a model");
