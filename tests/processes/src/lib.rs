@@ -76,7 +76,21 @@ pub fn mesh(
     axes: &[(&str, usize)],
     deadline: Option<Duration>,
 ) -> DeviceMesh {
-    engine.open(deadline.into_iter().fold(builder(axes), DeviceMeshBuilder::deadline))
+    match deadline {
+        Some(deadline) => open_within(engine, builder(axes), deadline),
+        None => engine.open(builder(axes)),
+    }
+}
+
+/// Opens a mesh with a short deadline. The first mesh of a process waits for the others to start,
+/// which can take longer on a busy machine, so that is a mesh with the usual deadline.
+pub fn open_within(
+    engine: &impl Engine,
+    builder: DeviceMeshBuilder,
+    deadline: Duration,
+) -> DeviceMesh {
+    let _first = engine.open(DeviceMesh::builder());
+    engine.open(builder.deadline(deadline))
 }
 
 /// Returns the same mesh over threads, with one device for all slots.

@@ -2,13 +2,15 @@
 
 use std::{ops::RangeInclusive, time::Duration};
 
-use candle_core::Device;
 use process_tests::mpirun;
 
-use crate::differential::{
-    cases::seeds,
-    faults::{self, Scenario},
-    random::Random,
+use crate::{
+    Mpi,
+    differential::{
+        cases::seeds,
+        faults::{self, Scenario},
+        random::Random,
+    },
 };
 
 /// The number of fault seeds. About half of them need only a few processes. Each fault ends its
@@ -46,7 +48,7 @@ pub(crate) fn scenario(seed: u64) -> Option<Scenario> {
 
 /// Runs the scenario as one of its processes.
 pub(crate) fn run(scenario: &Scenario) {
-    let mesh = scenario.grid().builder().deadline(DEADLINE).mpi(Device::Cpu).unwrap();
+    let mesh = process_tests::open_within(&Mpi, scenario.grid().builder(), DEADLINE);
     faults::check(scenario, &mesh).unwrap();
 }
 
