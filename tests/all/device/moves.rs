@@ -9,9 +9,10 @@ use candle_distributed::mesh::{ALL, DeviceMesh, Error, MeshError, P};
 
 use super::meshes;
 
-/// Returns the number of rows of a large tensor on this mesh, and the number of moves.
+/// Returns the number of rows of a large tensor on this mesh, and the number of moves. With more rows
+/// or moves, single precision would round the numbers.
 fn effort(mesh: &DeviceMesh) -> (usize, usize) {
-    if mesh.devices()[0].is_cpu() { (64, 2) } else { (16 << 10, 50) }
+    if mesh.devices()[0].is_cpu() { (64, 2) } else { (8 << 10, 8) }
 }
 
 /// Columns of a large tensor.
