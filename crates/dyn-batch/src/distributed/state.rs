@@ -49,7 +49,7 @@ impl fmt::Display for BatchState {
 /// The hash includes every index, because two orders can have the same cuts and the same first
 /// sequences.
 pub(super) fn fingerprint<L: SequenceLengths>(
-    plan: &BatchPlan<'_, L>,
+    plan: &BatchPlan<L>,
     batches: &[u32],
     config: &DistributedConfig,
 ) -> u64 {

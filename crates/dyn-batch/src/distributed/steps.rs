@@ -1,15 +1,15 @@
 //! The steps of a rank in an epoch.
 
-use std::{iter::FusedIterator, ops::Range};
+use std::{iter::FusedIterator, ops::Range, sync::Arc};
 
-use core_types::{Epoch, Seed};
+use core_types::{Epoch, Placement, Seed};
 
 use crate::{
     batch::{Batch, Sequence},
     distributed::{
         DistributedBatchSampler,
         balance::balance,
-        config::StepLayout,
+        config::{DistributedConfig, StepLayout},
         even::{batches_by_cost, fill_small_batch},
         state::{BatchState, fingerprint},
     },
@@ -77,12 +77,8 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
     /// The errors of [`DynamicBatchSampler::iter_order`](crate::DynamicBatchSampler::iter_order),
     /// [`Error::TooManySequences`] if there are 2^32 sequences or more, or an index in `order` is
     /// 2^32 or more, and [`Error::CannotFillStep`] if there are too few sequences to split.
-    pub fn epoch(
-        &self,
-        epoch: Epoch,
-        order: impl IntoIterator<Item = u64>,
-    ) -> Result<Steps<'_, L>> {
-        Steps::new(self, epoch, self.batches().plan_order(order, &[])?)
+    pub fn epoch(&self, epoch: Epoch, order: impl IntoIterator<Item = u64>) -> Result<Steps<L>> {
+        Steps::new(self, epoch, self.batches.read_order(order)?, &[])
     }
 
     /// Returns the steps of an epoch that follow `state`. `order` must be the order that the epoch
@@ -96,11 +92,11 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
         &self,
         state: &BatchState,
         order: impl IntoIterator<Item = u64>,
-    ) -> Result<Steps<'_, L>> {
+    ) -> Result<Steps<L>> {
         // The state has the cuts of sorted sequences, because finding them takes longer than
         // sorting.
-        let plan = self.batches().plan_order(order, &state.cut)?;
-        let mut steps = Steps::new(self, state.epoch, plan)?;
+        let order = self.batches.read_order(order)?;
+        let mut steps = Steps::new(self, state.epoch, order, &state.cut)?;
         match usize::try_from(state.step) {
             Ok(step) if step <= steps.len() && *state == steps.state_at(step) => {
                 steps.remaining.start = step;
@@ -115,11 +111,14 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
 }
 
 /// The steps of one rank in an epoch, from [`DistributedBatchSampler::epoch`].
+///
+/// Steps share the lengths with their sampler and do not borrow it, so a loader can have both.
 #[derive(Clone, Debug)]
 #[must_use = "iterators are lazy and do nothing unless consumed"]
-pub struct Steps<'a, L> {
-    sampler: &'a DistributedBatchSampler<L>,
-    plan: BatchPlan<'a, L>,
+pub struct Steps<L> {
+    placement: Placement,
+    config: DistributedConfig,
+    plan: BatchPlan<Arc<L>>,
     /// Indices of the batches, step by step: one batch per rank, or one batch in a dealt step.
     batch_indices: Vec<u32>,
     batches_per_step: usize,
@@ -128,14 +127,16 @@ pub struct Steps<'a, L> {
     start: BatchState,
 }
 
-impl<'a, L: SequenceLengths> Steps<'a, L> {
+impl<L: SequenceLengths> Steps<L> {
     fn new(
-        sampler: &'a DistributedBatchSampler<L>,
+        sampler: &DistributedBatchSampler<L>,
         epoch: Epoch,
-        mut plan: BatchPlan<'a, L>,
+        order: Vec<u32>,
+        cut: &[(u32, u32)],
     ) -> Result<Self> {
-        let config = sampler.config();
-        let world_size = sampler.placement().world_size();
+        let DistributedBatchSampler { placement, config, .. } = *sampler;
+        let world_size = placement.world_size();
+        let mut plan = sampler.batches_of_steps(world_size)?.plan_order(order, cut)?;
         // The cut must match the plan before batches are split or joined.
         let cut = plan.cut();
         let (batch_indices, batches_per_step) = match config.layout {
@@ -158,10 +159,11 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
             step: 0,
             n_steps: n_steps as u64,
             world_size: world_size.as_u64(),
-            fingerprint: fingerprint(&plan, &batch_indices, config),
+            fingerprint: fingerprint(&plan, &batch_indices, &config),
             cut,
         };
-        Ok(Self { sampler, plan, batch_indices, batches_per_step, remaining: 0..n_steps, start })
+        let remaining = 0..n_steps;
+        Ok(Self { placement, config, plan, batch_indices, batches_per_step, remaining, start })
     }
 
     /// Returns the state after the steps read so far.
@@ -224,7 +226,7 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     }
 
     fn step_batches(&self, step: usize) -> Vec<Batch> {
-        match self.sampler.config().layout {
+        match self.config.layout {
             StepLayout::Grouped => self
                 .batch_indices_of_step(step)
                 .iter()
@@ -235,7 +237,7 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     }
 
     fn rank_batch(&self, rank: usize, step: usize) -> Option<Batch> {
-        match self.sampler.config().layout {
+        match self.config.layout {
             StepLayout::Grouped => {
                 let index = self.batch_indices_of_step(step).get(rank)?;
                 Some(self.plan.batch(*index as usize))
@@ -247,12 +249,12 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     /// Divides the sequences of a dealt step over the ranks, and returns the sequences of each
     /// rank.
     fn deal(&self, step: usize) -> impl Iterator<Item = Vec<Sequence>> {
-        let cost = self.sampler.config().cost;
+        let cost = self.config.cost;
         let index = self.batch_indices_of_step(step)[0];
         let sequences: Vec<Sequence> = self.plan.sequences(index as usize).collect();
         let lengths = sequences.iter().map(|sequence| sequence.length);
         let costs: Vec<u64> = lengths.map(|length| cost.for_length(length)).collect();
-        let parts = balance(&costs, self.sampler.placement().world_size());
+        let parts = balance(&costs, self.placement.world_size());
         parts
             .into_iter()
             .map(move |part| part.into_iter().map(|position| sequences[position]).collect())
@@ -263,7 +265,7 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     }
 
     fn read_step(&self, step: usize) -> Step {
-        let placement = self.sampler.placement();
+        let placement = self.placement;
         let indices = self.batch_indices_of_step(step).iter();
         let tokens = indices.map(|&index| self.plan.planned_batch(index as usize).real_tokens);
         let rank_batch = self.rank_batch(placement.rank().as_usize(), step);
@@ -299,7 +301,7 @@ fn order_steps(mut batch_indices: Vec<u32>, per_step: usize, seed: Option<Seed>)
     steps.concat()
 }
 
-impl<L: SequenceLengths> Iterator for Steps<'_, L> {
+impl<L: SequenceLengths> Iterator for Steps<L> {
     type Item = Step;
 
     fn next(&mut self) -> Option<Step> {
@@ -315,6 +317,6 @@ impl<L: SequenceLengths> Iterator for Steps<'_, L> {
     }
 }
 
-impl<L: SequenceLengths> ExactSizeIterator for Steps<'_, L> {}
+impl<L: SequenceLengths> ExactSizeIterator for Steps<L> {}
 
-impl<L: SequenceLengths> FusedIterator for Steps<'_, L> {}
+impl<L: SequenceLengths> FusedIterator for Steps<L> {}

@@ -24,8 +24,8 @@ use crate::{
 ///
 /// A plan takes 4 bytes per sequence and 24 per batch, and 12 more per sequence while it is made.
 #[derive(Clone, Debug)]
-pub(crate) struct BatchPlan<'a, L> {
-    sampler: &'a DynamicBatchSampler<L>,
+pub(crate) struct BatchPlan<L> {
+    sampler: DynamicBatchSampler<L>,
     /// Indices of the sequences, batch by batch.
     indices: Vec<u32>,
     /// Ranges of the batches in `indices`.
@@ -35,13 +35,8 @@ pub(crate) struct BatchPlan<'a, L> {
 }
 
 impl<L: SequenceLengths> DynamicBatchSampler<L> {
-    /// Plans the batches of the sequences in `order`. `cut` is empty, or the [`BatchPlan::cut`] of
-    /// an equal plan.
-    pub(crate) fn plan_order(
-        &self,
-        order: impl IntoIterator<Item = u64>,
-        cut: &[(u32, u32)],
-    ) -> Result<BatchPlan<'_, L>> {
+    /// Reads the indices of an order, which may be the order of a plan.
+    pub(crate) fn read_order(&self, order: impl IntoIterator<Item = u64>) -> Result<Vec<u32>> {
         let count = self.lengths().count();
         let order = order.into_iter();
         // Iterators may report any size, so the hint is bounded.
@@ -56,9 +51,15 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
             };
             indices.push(index);
         }
+        Ok(indices)
+    }
+
+    /// Plans the batches of the sequences in `order`. `cut` is empty, or the [`BatchPlan::cut`] of
+    /// an equal plan.
+    pub(crate) fn plan_order(self, order: Vec<u32>, cut: &[(u32, u32)]) -> Result<BatchPlan<L>> {
         match BatchBuilder::whole_set_strategy(self.limits()) {
-            Some(strategy) => BatchPlan::from_whole_set(self, indices, strategy, cut),
-            None => BatchPlan::from_stream(self, indices),
+            Some(strategy) => BatchPlan::from_whole_set(self, order, strategy, cut),
+            None => BatchPlan::from_stream(self, order),
         }
     }
 
@@ -110,9 +111,9 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
     }
 }
 
-impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
+impl<L: SequenceLengths> BatchPlan<L> {
     /// Plans the batches of a strategy that reads sequences one by one.
-    fn from_stream(sampler: &'a DynamicBatchSampler<L>, order: Vec<u32>) -> Result<Self> {
+    fn from_stream(sampler: DynamicBatchSampler<L>, order: Vec<u32>) -> Result<Self> {
         let mut stream = sampler.iter_order(order.into_iter().map(u64::from));
         let mut indices = Vec::new();
         let mut batches = Vec::new();
@@ -128,12 +129,13 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
             batches.push(PlannedBatch { range: start..count as u32, padded_length, real_tokens });
         }
         let drop_counts = stream.report().drop_counts();
+        drop(stream);
         Ok(Self { sampler, indices, batches, drop_counts })
     }
 
     /// Plans the batches of a strategy that arranges all sequences at once.
     fn from_whole_set(
-        sampler: &'a DynamicBatchSampler<L>,
+        sampler: DynamicBatchSampler<L>,
         order: Vec<u32>,
         strategy: WholeSetStrategy,
         cut: &[(u32, u32)],
