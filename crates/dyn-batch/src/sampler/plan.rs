@@ -30,6 +30,8 @@ pub(crate) struct BatchPlan<L> {
     indices: Vec<u32>,
     /// Ranges of the batches in `indices`.
     batches: Vec<PlannedBatch>,
+    /// First entry of `indices` that repeats an earlier one.
+    repeats_start: usize,
     /// Skipped, truncated and dropped sequences; batches are counted on demand.
     drop_counts: PaddingReport,
 }
@@ -130,7 +132,7 @@ impl<L: SequenceLengths> BatchPlan<L> {
         }
         let drop_counts = stream.report().drop_counts();
         drop(stream);
-        Ok(Self { sampler, indices, batches, drop_counts })
+        Ok(Self { sampler, indices, batches, repeats_start: usize::MAX, drop_counts })
     }
 
     /// Plans the batches of a strategy that arranges all sequences at once.
@@ -150,7 +152,7 @@ impl<L: SequenceLengths> BatchPlan<L> {
             strategy.arrange(&histogram, sequences(), sampler.limits(), known_group_ends)?;
         drop_counts.dropped = arrangement.dropped;
         let BatchArrangement { ids: indices, batches, .. } = arrangement;
-        Ok(Self { sampler, indices, batches, drop_counts })
+        Ok(Self { sampler, indices, batches, repeats_start: usize::MAX, drop_counts })
     }
 
     /// Returns the cuts of sorted sequences as a run-length list of batch size and count, the
@@ -222,6 +224,13 @@ impl<L: SequenceLengths> BatchPlan<L> {
         &self.indices[start as usize..end as usize]
     }
 
+    /// Returns the indices of a batch without those that repeat others; panics if `index` is out of
+    /// range.
+    pub(crate) fn unrepeated_indices(&self, index: usize) -> &[u32] {
+        let Range { start, end } = self.batches[index].range;
+        &self.indices[start as usize..self.repeats_start.min(end as usize)]
+    }
+
     /// Returns a planned batch; panics if `index` is out of range.
     pub(crate) fn planned_batch(&self, index: usize) -> &PlannedBatch {
         &self.batches[index]
@@ -258,8 +267,9 @@ impl<L: SequenceLengths> BatchPlan<L> {
     }
 
     /// Repeats the sequences of a batch up to `len` sequences, and moves the batch to the end of
-    /// the plan.
+    /// the plan. Afterwards no batch can be added.
     pub(crate) fn repeat(&mut self, index: usize, len: usize) {
+        self.repeats_start = self.indices.len() + self.indices(index).len();
         let repeated: Vec<u32> = self.indices(index).iter().copied().cycle().take(len).collect();
         self.batches.remove(index);
         self.push(&repeated);
