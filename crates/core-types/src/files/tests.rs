@@ -63,7 +63,7 @@ fn killed_write_keeps_whole_content() {
                 assert!(names(&seen).iter().all(|name| name == "model"));
             },
         );
-        assert_eq!(n_calls, 5, "name, file, bytes, sync, rename");
+        assert_eq!(n_calls, 6, "name, file, bytes, sync, rename, folder");
         assert_eq!(fs::read_to_string(&target).unwrap(), new);
     }
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing is left");
@@ -81,7 +81,7 @@ fn killed_backup_is_whole_or_missing() {
         || assert_eq!(back_up(&target, "damaged").unwrap(), copy),
         move |_| assert!(!path.exists() || fs::read(&path).unwrap() == b"line"),
     );
-    assert_eq!(n_calls, 5);
+    assert_eq!(n_calls, 6);
     assert_eq!(fs::read(folder.path().join("log.damaged-0001.jsonl")).unwrap(), b"earlier");
     assert_eq!(names(folder.path()).len(), 3);
 }
@@ -102,7 +102,7 @@ fn killed_folder_is_whole_or_missing() {
             assert!(!path.exists() || fs::read(path.join("deep/file")).unwrap() == b"bytes");
         },
     );
-    assert_eq!(n_calls, 5, "name, folder, file, folder in it, rename");
+    assert_eq!(n_calls, 8, "name, folder, file, two folders in it, rename, and each folder's sync");
     assert_eq!(names(folder.path()), ["model"]);
     assert!(AtomicFolder::new(&target).unwrap().persist().is_err(), "a full folder stays");
     assert_eq!(fs::read(target.join("deep/file")).unwrap(), b"bytes");
@@ -136,7 +136,7 @@ fn killed_replacement_restores_one_folder() {
             fs::remove_dir_all(&to).unwrap();
         },
     );
-    assert_eq!(n_calls, 3, "file, rename, rename");
+    assert_eq!(n_calls, 6, "file, folder, rename, folder, rename, folder");
     assert_eq!(fs::read_to_string(target.join("step")).unwrap(), "2");
     assert_eq!(names(parent.path()), ["best"]);
 }
@@ -164,7 +164,9 @@ fn partial_names_are_unique() {
     let paths: BTreeSet<_> = files.iter().map(AtomicFile::path).collect();
     assert_eq!(paths.len(), 100);
     assert!(paths.iter().all(|path| is_partial(path.file_name().unwrap())));
-    for other in [".partial", "0123456789abcdef.partial", ".0123456789ABCDEF.partial", ".x"] {
+    for other in
+        [".partial", ".0123.partial", "0123456789abcdef.partial", ".0123456789ABCDEF.partial", ".x"]
+    {
         assert!(!is_partial(other), "{other}");
     }
 }
