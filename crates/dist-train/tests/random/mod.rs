@@ -43,11 +43,8 @@ pub(crate) struct Case {
     dtype: DType,
     /// The name of each layer; layers with the same name are tied.
     layers: Vec<usize>,
-    has_bias: bool,
-    has_residual: bool,
+    form: LayerForm,
     has_unused: bool,
-    /// Whether each layer also has a parameter without elements.
-    has_empty: bool,
     /// Whether each slot has separate variables.
     has_own: bool,
     frozen: Option<usize>,
@@ -56,6 +53,30 @@ pub(crate) struct Case {
     max_norm: Option<f64>,
     /// The batches of each update; all but the last are accumulated.
     updates: Vec<Vec<WeightedBatch>>,
+}
+
+/// The form of all layers of a model.
+#[derive(Clone, Copy)]
+struct LayerForm {
+    has_bias: bool,
+    has_residual: bool,
+    /// Whether each layer also has a parameter without elements.
+    has_empty: bool,
+}
+
+impl LayerForm {
+    fn layer(&self, vb: VarBuilder<'_>) -> Result<Linear> {
+        if self.has_empty {
+            vb.get((0, WIDTH), EMPTY)?;
+        }
+        if self.has_bias { linear(WIDTH, WIDTH, vb) } else { linear_no_bias(WIDTH, WIDTH, vb) }
+    }
+
+    /// Returns the result of a layer, with its residual connection.
+    fn forward(&self, layer: &Linear, x: &Tensor) -> Result<Tensor> {
+        let y = layer.forward(x)?.tanh()?;
+        if self.has_residual { x + y } else { Ok(y) }
+    }
 }
 
 /// Rows with their weights.
@@ -83,13 +104,15 @@ impl Case {
         Self {
             dtype,
             layers,
+            form: LayerForm {
+                has_bias: draw.coin(),
+                has_residual: draw.coin(),
+                has_empty: draw.coin(),
+            },
             frozen,
             uneven,
             updates,
-            has_bias: draw.coin(),
-            has_residual: draw.coin(),
             has_unused: draw.coin(),
-            has_empty: draw.coin(),
             has_own: draw.coin(),
             weighted: draw.coin(),
             max_norm: draw.coin().then(|| 0.01 + draw.below(100) as f64 / 100.0),
@@ -100,29 +123,16 @@ impl Case {
         if self.has_unused {
             linear(2, 3, vb.pp(UNUSED))?;
         }
-        self.layers.iter().map(|&name| self.layer(vb.pp(layer_name(name)))).collect()
-    }
-
-    fn layer(&self, vb: VarBuilder<'_>) -> Result<Linear> {
-        if self.has_empty {
-            vb.get((0, WIDTH), EMPTY)?;
-        }
-        if self.has_bias { linear(WIDTH, WIDTH, vb) } else { linear_no_bias(WIDTH, WIDTH, vb) }
+        self.layers.iter().map(|&name| self.form.layer(vb.pp(layer_name(name)))).collect()
     }
 
     /// Returns the loss of each row.
     fn row_losses(&self, model: &[Linear], x: &Tensor) -> Result<Tensor> {
         let mut x = x.clone();
         for layer in model {
-            x = self.forward(layer, &x)?;
+            x = self.form.forward(layer, &x)?;
         }
         (x - 0.3)?.sqr()?.sum(1)
-    }
-
-    /// Returns the result of a layer, with its residual connection.
-    fn forward(&self, layer: &Linear, x: &Tensor) -> Result<Tensor> {
-        let y = layer.forward(x)?.tanh()?;
-        if self.has_residual { x + y } else { Ok(y) }
     }
 
     /// Returns the loss of a shard from the losses of its rows.
@@ -148,9 +158,10 @@ impl Case {
         let builder = DataParallel::builder(mesh, model).by_units(UnitRules::new());
         let builder = if is_sharded { builder.fully_shard() } else { builder };
         self.train(self.configure(builder), |ctx, model: &Units, (x, weights)| {
-            let mut x = x;
+            let (form, mut x) = (self.form, x);
             for &name in &self.layers {
-                x = model.unit(&layer_name(name), &x, |vb, x| self.forward(&self.layer(vb)?, x))?;
+                let unit = layer_name(name);
+                x = model.unit(&unit, &x, move |vb, x| form.forward(&form.layer(vb)?, x))?;
             }
             self.loss(ctx, (x - 0.3)?.sqr()?.sum(1)?, &weights)
         })
@@ -171,7 +182,7 @@ impl Case {
         let builder = builder
             .dtype(self.dtype)
             .uneven(self.uneven)
-            .allow_unused(unused.into_iter().chain(self.has_empty.then_some(EMPTY)))
+            .allow_unused(unused.into_iter().chain(self.form.has_empty.then_some(EMPTY)))
             .freeze(self.frozen.map(layer_name));
         match self.max_norm {
             Some(max_norm) => builder.clip_grad_norm(max_norm),
