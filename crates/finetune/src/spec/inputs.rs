@@ -85,7 +85,7 @@ impl RunInputs {
         }
     }
 
-    /// Reads the examples under `path`, or generates short stories. Returns their fingerprint, the
+    /// Reads the examples under `path` within `max_bytes`, or generates short stories. Returns their fingerprint, the
     /// training examples, and the held-out examples.
     ///
     /// # Errors
@@ -96,11 +96,12 @@ impl RunInputs {
         folder: &Folder,
         path: Option<&Path>,
         seed: Seed,
+        max_bytes: Option<u64>,
     ) -> Result<(String, Examples, Option<Examples>)> {
         let tokenizer = folder.tokenizer();
         let context = self.context;
         let examples = match path {
-            Some(path) => Examples::read(path, tokenizer, context, self.overlong)?,
+            Some(path) => Examples::read(path, tokenizer, context, self.overlong, max_bytes)?,
             None => Examples::from_texts(stories::stories(), tokenizer, context, self.overlong)?,
         };
         let fingerprint = examples.fingerprint();

@@ -229,7 +229,7 @@ impl Spec {
     pub fn first_epoch(&self) -> Result<FirstEpoch> {
         let folder = self.finetune.open_folder()?;
         let (text, examples, _) =
-            self.finetune.examples(&folder, self.data.as_deref(), Seed::new(self.seed))?;
+            self.finetune.examples(&folder, self.data.as_deref(), Seed::new(self.seed), None)?;
         if text != self.text {
             return Err(RunError::TextMismatch.into());
         }

@@ -135,7 +135,7 @@ impl RunOptions {
             return Err(SpecError::NoData.into());
         }
         let (fingerprint, train, held_out) =
-            inputs.examples(&folder, path.as_deref(), Seed::new(seed))?;
+            inputs.examples(&folder, path.as_deref(), Seed::new(seed), self.max_text_bytes)?;
         if known.is_none() && self.context.is_none() {
             let held_out = held_out.iter().flat_map(Examples::lengths);
             let longest = train.lengths().into_iter().chain(held_out).fold(0, u64::max);
