@@ -197,8 +197,8 @@ mod tests {
     }
 
     /// Returns the shard of each sample that a rank of `world` reads, in order.
-    fn shards_read(order: &ShardedOrder, rank: u64, world: usize) -> Vec<usize> {
-        let positions = (rank..order.len()).step_by(world);
+    fn shards_read(order: &ShardedOrder, rank: usize, world: usize) -> Vec<usize> {
+        let positions = (rank as u64..order.len()).step_by(world);
         positions.map(|position| part_at(&order.first_samples, order.get(position))).collect()
     }
 
@@ -217,9 +217,9 @@ mod tests {
         for world in [1, 2, 4, 8, 16] {
             let mut n_fetched = 0;
             for rank in 0..world {
-                let shards = shards_read(&order, rank, world as usize);
+                let shards = shards_read(&order, rank, world);
                 for turn in (0..shards.len()).step_by(97) {
-                    assert!(count_open(&shards, turn) <= LANES / world as usize, "{turn}, {world}");
+                    assert!(count_open(&shards, turn) <= LANES / world, "{turn}, {world}");
                 }
                 n_fetched += shards.iter().collect::<BTreeSet<_>>().len();
             }
