@@ -314,14 +314,6 @@ fn resuming_requires_equal_weights_and_labels() {
     assert!(is_mismatch(other.resume(&stratified.state(7))));
 }
 
-#[test]
-fn spdl_preset_is_pinned() {
-    let config = SamplerConfig::spdl_random();
-    assert_eq!(config.order, Order::Shuffled);
-    assert_eq!(config.partition, Partition::Strided);
-    assert_eq!(config.tail, Tail::Drop);
-}
-
 /// Creates a sampler and resumes it from `state`.
 fn resumed(
     len: u64,
@@ -419,6 +411,29 @@ fn epoch_can_change_worlds_repeatedly() {
         }
         assert_eq!(sorted(seen), (0..101).collect::<Vec<_>>(), "{config:?}");
     }
+}
+
+#[test]
+fn other_placements_continue_the_order() {
+    for config in (0..N_CONFIGS).map(config) {
+        for (from, to, read) in [(3, 3, 0), (3, 3, 2), (3, 5, 0), (4, 1, 0), (4, 1, 3), (2, 6, 4)] {
+            let mut first = sampler(23, 1, from, config, 2);
+            first.resume(&first.state(read)).unwrap();
+            for placement in WorldSize::new(to).unwrap().placements() {
+                let moved = first.clone().with_placement(placement).unwrap();
+                let state = first.state(0);
+                let expected = resumed(23, placement.rank().as_u64(), to, config, &state);
+                assert!(moved.iter().eq(expected.iter()), "{from} to {to}, {config:?}");
+                assert_eq!((moved.placement(), moved.state(1)), (placement, expected.state(1)));
+            }
+        }
+    }
+    let weighted = weighted_world(10, &[1, 2]).remove(0);
+    assert_eq!(weighted.clone().with_placement(Placement::new(1, 2).unwrap()).unwrap().len(), 7);
+    assert_eq!(
+        weighted.with_placement(Placement::SINGLE).unwrap_err(),
+        Error::RankWeights { weights: 2, world_size: WorldSize::new(1).unwrap() }
+    );
 }
 
 #[test]
