@@ -30,7 +30,7 @@ fn public_types_are_send_and_sync() {
         batch::PaddingReport,
         batch::DistributedBatchSampler<Vec<u64>>,
         batch::BatchState,
-        batch::Steps<'_, Vec<u64>>,
+        batch::Steps<Vec<u64>>,
         batch::Step,
         batch::Collator,
         batch::Error,

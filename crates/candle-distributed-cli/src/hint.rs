@@ -276,7 +276,7 @@ fn batch(error: &batch::Error) -> Option<Cow<'static, str>> {
         ),
         batch::Error::BatchMismatch { .. } => Some(
             "resume with the lengths, the order and the options of the run that wrote the state; \
-             only --rank may differ"
+             only --rank and --world-size may differ"
                 .into(),
         ),
         batch::Error::TooManySequences { .. } => {

@@ -1,5 +1,7 @@
 //! Sequences and batches.
 
+use crate::error::{Error, Result};
+
 /// The index and length of a sequence; the batcher never reads its tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
@@ -43,6 +45,44 @@ pub struct Batch {
 }
 
 impl Batch {
+    /// Creates a batch with one row per sequence, as long as the longest, for programs that group
+    /// sequences themselves.
+    ///
+    /// `length_of` returns the length of a sequence. If samples have no lengths, return 1: a sample
+    /// counts as one token. To pad further, set [`padded_length`](Self::padded_length) afterwards.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::TensorTooLarge`] if rows × padded length exceeds 64 bits.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use dyn_batch::Batch;
+    ///
+    /// let lengths = [3_u64, 5, 4];
+    /// let batch = Batch::from_indices([2, 0], |index| lengths[index as usize])?;
+    /// assert_eq!((batch.rows, batch.padded_length, batch.real_tokens), (2, 4, 7));
+    ///
+    /// let images = Batch::from_indices(64..96, |_| 1)?;
+    /// assert_eq!((images.len(), images.padded_tokens()), (32, 32));
+    /// # Ok::<(), dyn_batch::Error>(())
+    /// ```
+    pub fn from_indices(
+        indices: impl IntoIterator<Item = u64>,
+        length_of: impl FnMut(u64) -> u64,
+    ) -> Result<Self> {
+        let indices: Vec<u64> = indices.into_iter().collect();
+        let lengths: Vec<u64> = indices.iter().copied().map(length_of).collect();
+        let rows = indices.len() as u64;
+        let padded_length = lengths.iter().copied().max().unwrap_or(0);
+        if rows.checked_mul(padded_length).is_none() {
+            return Err(Error::TensorTooLarge { rows, padded_length });
+        }
+        // The sum is at most the product.
+        Ok(Self { indices, rows, padded_length, real_tokens: lengths.iter().sum() })
+    }
+
     /// Returns the number of sequences.
     #[doc(alias = "batch_size")]
     pub fn len(&self) -> usize {
@@ -106,10 +146,20 @@ impl TryFrom<UncheckedBatch> for Batch {
     }
 }
 
-#[cfg(all(test, feature = "serde"))]
+#[cfg(test)]
 mod tests {
     use super::*;
 
+    #[test]
+    fn sizes_beyond_64_bits_are_rejected() {
+        let batch = |n| Batch::from_indices(0..n, |_| u64::MAX);
+        assert_eq!(batch(1).unwrap().real_tokens, u64::MAX);
+        let expected = Error::TensorTooLarge { rows: 2, padded_length: u64::MAX };
+        assert_eq!(batch(2).unwrap_err(), expected);
+        assert_eq!(batch(0).unwrap().padded_tokens(), 0);
+    }
+
+    #[cfg(feature = "serde")]
     #[test]
     fn json_form_is_pinned() {
         let json = r#"{"indices":[4,2],"padded_length":7,"padded_tokens":14,"real_tokens":9}"#;
@@ -118,6 +168,7 @@ mod tests {
         assert_eq!(serde_json::to_string(&batch).unwrap(), json);
     }
 
+    #[cfg(feature = "serde")]
     #[test]
     fn contradictory_batches_are_rejected() {
         for json in [

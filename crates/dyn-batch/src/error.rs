@@ -177,6 +177,14 @@ pub enum Error {
         /// Number of ranks.
         world_size: core_types::WorldSize,
     },
+    /// Too many worlds have read an epoch in turn.
+    #[error("{count} earlier worlds in one epoch are above the limit of {limit}")]
+    TooManyWorlds {
+        /// Number of worlds before the current one.
+        count: u64,
+        /// Limit on their number.
+        limit: u64,
+    },
     /// The state was saved with other lengths, another order or another configuration.
     #[error("the state belongs to other batches: found {found}, expected {expected}")]
     BatchMismatch {

@@ -15,7 +15,7 @@ use crate::{
 /// Splits, drops or repeats batches so that the world size divides their number. Returns the
 /// indices of the batches, the most expensive first.
 pub(crate) fn batches_by_cost<L: SequenceLengths>(
-    plan: &mut BatchPlan<'_, L>,
+    plan: &mut BatchPlan<L>,
     world_size: WorldSize,
     remainder: StepRemainder,
     cost: Cost,
@@ -43,7 +43,7 @@ pub(crate) fn batches_by_cost<L: SequenceLengths>(
 }
 
 /// Returns the cost of a batch: of its rows, or of the sequences in a packed row.
-fn batch_cost<L: SequenceLengths>(plan: &BatchPlan<'_, L>, index: usize, cost: Cost) -> u64 {
+fn batch_cost<L: SequenceLengths>(plan: &BatchPlan<L>, index: usize, cost: Cost) -> u64 {
     if plan.limits().is_packing() {
         let costs = plan.sequences(index).map(|sequence| cost.for_length(sequence.length));
         return costs.fold(0, u64::saturating_add);
@@ -53,13 +53,13 @@ fn batch_cost<L: SequenceLengths>(plan: &BatchPlan<'_, L>, index: usize, cost: C
 }
 
 /// Splits the batch with the most padding, `n` times; returns `None` if no batch can be split.
-fn split_most_padded<L: SequenceLengths>(plan: &mut BatchPlan<'_, L>, n: usize) -> Option<()> {
+fn split_most_padded<L: SequenceLengths>(plan: &mut BatchPlan<L>, n: usize) -> Option<()> {
     if n == 0 {
         return Some(());
     }
     let group_len = plan.limits().group_len();
     // Ties go to the batch with the most tokens, then to the first.
-    let priority = |plan: &BatchPlan<'_, L>, index: usize| {
+    let priority = |plan: &BatchPlan<L>, index: usize| {
         let batch = plan.planned_batch(index);
         (plan.padded_tokens(batch) - batch.real_tokens, batch.real_tokens, Reverse(index))
     };
@@ -81,11 +81,7 @@ fn split_most_padded<L: SequenceLengths>(plan: &mut BatchPlan<'_, L>, n: usize) 
 /// Returns the number of first sequences to split off for the least padding. The batch must have
 /// more than one group.
 #[expect(clippy::expect_used, reason = "only batches of several groups are split")]
-fn best_split<L: SequenceLengths>(
-    plan: &BatchPlan<'_, L>,
-    index: usize,
-    group_len: usize,
-) -> usize {
+fn best_split<L: SequenceLengths>(plan: &BatchPlan<L>, index: usize, group_len: usize) -> usize {
     let lengths = || plan.sequences(index).map(|sequence| sequence.length);
     let len = lengths().len();
     let longest_of_first = running_maxima(lengths());
@@ -113,7 +109,7 @@ fn running_maxima(numbers: impl Iterator<Item = u64>) -> Vec<u64> {
 /// Ensures that every batch has a sequence for each rank. At most one batch has fewer, because all
 /// batches but the last have a multiple of the world size.
 pub(crate) fn fill_small_batch<L: SequenceLengths>(
-    plan: &mut BatchPlan<'_, L>,
+    plan: &mut BatchPlan<L>,
     world_size: WorldSize,
     remainder: StepRemainder,
 ) -> Result<()> {
@@ -137,7 +133,7 @@ pub(crate) fn fill_small_batch<L: SequenceLengths>(
 /// Joins a batch with the smallest other batch, and splits the result in the middle if it is too
 /// large for one batch. Returns `None` if there is no other batch, or if a half is still too small.
 fn join_smallest<L: SequenceLengths>(
-    plan: &mut BatchPlan<'_, L>,
+    plan: &mut BatchPlan<L>,
     small: usize,
     n_ranks: usize,
 ) -> Option<()> {

@@ -6,7 +6,9 @@ mod even;
 mod state;
 mod steps;
 
-use core_types::Placement;
+use std::sync::Arc;
+
+use core_types::{Placement, WorldSize};
 
 pub use self::{
     config::{DistributedConfig, StepLayout, StepRemainder},
@@ -55,7 +57,8 @@ use crate::{error::Result, lengths::SequenceLengths, sampler::DynamicBatchSample
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DistributedBatchSampler<L> {
-    batches: DynamicBatchSampler<L>,
+    /// Batches with the limits of one rank.
+    batches: DynamicBatchSampler<Arc<L>>,
     placement: Placement,
     config: DistributedConfig,
 }
@@ -73,22 +76,17 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
         placement: Placement,
         config: DistributedConfig,
     ) -> Result<Self> {
-        let batches = match config.layout {
-            StepLayout::Grouped => batches,
-            StepLayout::Dealt => batches.for_all_ranks(placement.world_size())?,
-        };
-        Ok(Self { batches, placement, config })
+        let sampler = Self { batches: batches.into_shared(), placement, config };
+        // Contradictory limits are an error here, not in the first epoch.
+        sampler.batches_of_steps(placement.world_size())?;
+        Ok(sampler)
     }
 
-    pub(crate) fn batches(&self) -> &DynamicBatchSampler<L> {
-        &self.batches
-    }
-
-    pub(crate) fn placement(&self) -> Placement {
-        self.placement
-    }
-
-    pub(crate) fn config(&self) -> &DistributedConfig {
-        &self.config
+    /// Returns the sampler of the batches that steps of a world consist of.
+    fn batches_of_steps(&self, world_size: WorldSize) -> Result<DynamicBatchSampler<Arc<L>>> {
+        match self.config.layout {
+            StepLayout::Grouped => Ok(self.batches.clone()),
+            StepLayout::Dealt => self.batches.clone().for_all_ranks(world_size),
+        }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use core_types::{Epoch, Fingerprint};
+use core_types::{Epoch, Fingerprint, WorldSize};
 
 use crate::{
     distributed::config::{DistributedConfig, StepLayout},
@@ -12,8 +12,9 @@ use crate::{
 
 /// The number of steps that a rank has taken; serializable with the feature `serde`.
 ///
-/// A state belongs to certain batches: sequences, order, configurations, world size and epoch.
-/// [`resume`](crate::DistributedBatchSampler::resume) rejects the state for other batches.
+/// A state belongs to certain batches: sequences, order, configurations and epoch.
+/// [`resume`](crate::DistributedBatchSampler::resume) rejects the state for other batches. It accepts
+/// another world size: the state then also has the steps of the earlier world.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
@@ -23,37 +24,69 @@ pub struct BatchState {
     pub format_version: u32,
     /// Epoch.
     pub epoch: Epoch,
-    /// Number of steps taken.
+    /// Number of steps that this world has taken.
     pub step: u64,
-    /// Number of steps in the epoch.
+    /// Number of steps of this world in the epoch.
     pub n_steps: u64,
     /// Number of ranks.
-    pub world_size: u64,
-    /// Hash of the batches and their order.
+    pub world_size: WorldSize,
+    /// Hash of the batches and their order, also of earlier worlds.
     pub fingerprint: u64,
     /// Cuts of sorted sequences: a run-length list of batch size and count, the shortest sequences
     /// first. Empty for other strategies.
     pub cut: Vec<(u32, u32)>,
+    /// Worlds that have taken the first steps of the epoch, in order; empty in most epochs.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub(super) earlier_worlds: Vec<EarlierWorld>,
+}
+
+impl BatchState {
+    /// Limit on the earlier worlds of an epoch. Resuming plans the steps of each of them again,
+    /// which takes some 0.1 s for ten million sequences.
+    pub(super) const MAX_EARLIER_WORLDS: usize = 255;
+
+    /// Returns the worlds that have read the epoch up to this state.
+    pub(super) fn into_worlds(mut self) -> Vec<EarlierWorld> {
+        let Self { world_size, step, .. } = self;
+        self.earlier_worlds.push(EarlierWorld { world_size, step });
+        self.earlier_worlds
+    }
+}
+
+/// The part of an epoch that an earlier world has read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
+pub(super) struct EarlierWorld {
+    pub(super) world_size: WorldSize,
+    /// Number of steps that this world has taken.
+    pub(super) step: u64,
 }
 
 impl fmt::Display for BatchState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { format_version, epoch, step, n_steps, world_size, fingerprint, .. } = self;
         write!(f, "step {step} of {n_steps} in epoch {} over {world_size} ranks", epoch.as_u64())?;
+        for EarlierWorld { world_size, step } in &self.earlier_worlds {
+            write!(f, ", after {step} over {world_size}")?;
+        }
         write!(f, " (format {format_version}, batches {fingerprint:016x})")
     }
 }
 
-/// Hashes the batches in the order of steps, and the settings that assign them to ranks.
+/// Hashes the batches in the order of steps, the settings that assign them to ranks, and the
+/// fingerprint of the earlier world, if there is one.
 ///
 /// The hash includes every index, because two orders can have the same cuts and the same first
 /// sequences.
 pub(super) fn fingerprint<L: SequenceLengths>(
-    plan: &BatchPlan<'_, L>,
+    plan: &BatchPlan<L>,
     batches: &[u32],
     config: &DistributedConfig,
+    earlier: Option<u64>,
 ) -> u64 {
     let mut fingerprint = Fingerprint::new();
+    fingerprint.extend(earlier);
     match config.shuffle {
         Some(seed) => fingerprint.write_u64(1).write_u64(seed.as_u64()),
         None => fingerprint.write_u64(0),

@@ -1,15 +1,15 @@
 //! The steps of a rank in an epoch.
 
-use std::{iter::FusedIterator, ops::Range};
+use std::{iter::FusedIterator, ops::Range, sync::Arc};
 
-use core_types::{Epoch, Seed};
+use core_types::{Epoch, Placement, Seed, WorldSize};
 
 use crate::{
     batch::{Batch, Sequence},
     distributed::{
         DistributedBatchSampler,
         balance::balance,
-        config::StepLayout,
+        config::{DistributedConfig, StepLayout},
         even::{batches_by_cost, fill_small_batch},
         state::{BatchState, fingerprint},
     },
@@ -77,49 +77,110 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
     /// The errors of [`DynamicBatchSampler::iter_order`](crate::DynamicBatchSampler::iter_order),
     /// [`Error::TooManySequences`] if there are 2^32 sequences or more, or an index in `order` is
     /// 2^32 or more, and [`Error::CannotFillStep`] if there are too few sequences to split.
-    pub fn epoch(
-        &self,
-        epoch: Epoch,
-        order: impl IntoIterator<Item = u64>,
-    ) -> Result<Steps<'_, L>> {
-        Steps::new(self, epoch, self.batches().plan_order(order, &[])?)
+    pub fn epoch(&self, epoch: Epoch, order: impl IntoIterator<Item = u64>) -> Result<Steps<L>> {
+        let unread = UnreadOrder { epoch, order: self.batches.read_order(order)?, last: None };
+        Steps::new(self, self.placement, unread, &[])
     }
 
     /// Returns the steps of an epoch that follow `state`. `order` must be the order that the epoch
     /// began with.
     ///
+    /// The state may be from another world size. The sequences in the steps that it counts are then
+    /// left out of the order, and the rest is planned anew: no sequence is lost or read twice,
+    /// except by [`StepRemainder`](crate::StepRemainder) at the end. [`Steps::report`] then covers
+    /// this world's steps.
+    ///
     /// # Errors
     ///
-    /// The errors of [`epoch`](Self::epoch), and [`Error::BatchMismatch`] if the state belongs to
-    /// other batches.
+    /// The errors of [`epoch`](Self::epoch), [`Error::BatchMismatch`] if the state belongs to other
+    /// batches, and [`Error::TooManyWorlds`] if more than 255 worlds have read this epoch in turn.
+    ///
+    /// # Examples
+    ///
+    /// A run of 3 ranks continues on 2.
+    ///
+    /// ```
+    /// # use core_types::{Epoch, Placement};
+    /// # use dyn_batch::*;
+    /// let config = BatchConfig::default().with_max_batch_size(2);
+    /// let batches = DynamicBatchSampler::new((1..=20).collect::<Vec<u32>>(), config)?;
+    /// let sampler = |rank, world_size| -> Result<_, Box<dyn std::error::Error>> {
+    ///     let placement = Placement::new(rank, world_size)?;
+    ///     let config = DistributedConfig::default();
+    ///     Ok(DistributedBatchSampler::new(batches.clone(), placement, config)?)
+    /// };
+    /// let mut steps = sampler(0, 3)?.epoch(Epoch::ZERO, 0..20)?;
+    /// steps.next(); // 3 ranks read 6 sequences
+    ///
+    /// let rest = sampler(0, 2)?.resume(&steps.state(), 0..20)?;
+    /// assert_eq!(rest.report().sequences, 14);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn resume(
         &self,
         state: &BatchState,
         order: impl IntoIterator<Item = u64>,
-    ) -> Result<Steps<'_, L>> {
+    ) -> Result<Steps<L>> {
+        check_earlier_worlds(state.earlier_worlds.len())?;
+        let order = self.batches.read_order(order)?;
+        let mut unread = UnreadOrder { epoch: state.epoch, order, last: None };
+        for world in &state.earlier_worlds {
+            let mut steps =
+                Steps::new(self, self.placement_in(world.world_size), unread.clone(), &[])?;
+            steps.skip_to(world.step, state)?;
+            unread = steps.remove_read(unread);
+        }
         // The state has the cuts of sorted sequences, because finding them takes longer than
         // sorting.
-        let plan = self.batches().plan_order(order, &state.cut)?;
-        let mut steps = Steps::new(self, state.epoch, plan)?;
-        match usize::try_from(state.step) {
-            Ok(step) if step <= steps.len() && *state == steps.state_at(step) => {
-                steps.remaining.start = step;
-                Ok(steps)
-            }
-            Ok(_) | Err(_) => Err(Error::BatchMismatch {
-                expected: steps.state().to_string(),
-                found: state.to_string(),
-            }),
+        let placement = self.placement_in(state.world_size);
+        let mut steps = Steps::new(self, placement, unread.clone(), &state.cut)?;
+        steps.skip_to(state.step, state)?;
+        if *state != steps.state() {
+            return Err(steps.mismatch(state));
         }
+        if placement == self.placement {
+            return Ok(steps);
+        }
+        check_earlier_worlds(state.earlier_worlds.len() + 1)?;
+        Steps::new(self, self.placement, steps.remove_read(unread), &[])
+    }
+
+    /// Returns the placement of this rank, or of the first rank in another world.
+    #[expect(clippy::expect_used, reason = "a world has at least one rank")]
+    fn placement_in(&self, world_size: WorldSize) -> Placement {
+        if world_size == self.placement.world_size() {
+            return self.placement;
+        }
+        world_size.placements().next().expect("a world has a first rank")
     }
 }
 
+fn check_earlier_worlds(count: usize) -> Result<()> {
+    let limit = BatchState::MAX_EARLIER_WORLDS;
+    if count <= limit {
+        return Ok(());
+    }
+    Err(Error::TooManyWorlds { count: count as u64, limit: limit as u64 })
+}
+
+/// The part of an epoch's order that earlier worlds have not read.
+#[derive(Clone, Debug)]
+struct UnreadOrder {
+    epoch: Epoch,
+    order: Vec<u32>,
+    /// State of the last earlier world.
+    last: Option<BatchState>,
+}
+
 /// The steps of one rank in an epoch, from [`DistributedBatchSampler::epoch`].
+///
+/// Steps share the lengths with their sampler and do not borrow it, so a loader can have both.
 #[derive(Clone, Debug)]
 #[must_use = "iterators are lazy and do nothing unless consumed"]
-pub struct Steps<'a, L> {
-    sampler: &'a DistributedBatchSampler<L>,
-    plan: BatchPlan<'a, L>,
+pub struct Steps<L> {
+    placement: Placement,
+    config: DistributedConfig,
+    plan: BatchPlan<Arc<L>>,
     /// Indices of the batches, step by step: one batch per rank, or one batch in a dealt step.
     batch_indices: Vec<u32>,
     batches_per_step: usize,
@@ -128,14 +189,17 @@ pub struct Steps<'a, L> {
     start: BatchState,
 }
 
-impl<'a, L: SequenceLengths> Steps<'a, L> {
+impl<L: SequenceLengths> Steps<L> {
     fn new(
-        sampler: &'a DistributedBatchSampler<L>,
-        epoch: Epoch,
-        mut plan: BatchPlan<'a, L>,
+        sampler: &DistributedBatchSampler<L>,
+        placement: Placement,
+        unread: UnreadOrder,
+        cut: &[(u32, u32)],
     ) -> Result<Self> {
-        let config = sampler.config();
-        let world_size = sampler.placement().world_size();
+        let UnreadOrder { epoch, order, last } = unread;
+        let config = sampler.config;
+        let world_size = placement.world_size();
+        let mut plan = sampler.batches_of_steps(world_size)?.plan_order(order, cut)?;
         // The cut must match the plan before batches are split or joined.
         let cut = plan.cut();
         let (batch_indices, batches_per_step) = match config.layout {
@@ -157,16 +221,23 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
             epoch,
             step: 0,
             n_steps: n_steps as u64,
-            world_size: world_size.as_u64(),
-            fingerprint: fingerprint(&plan, &batch_indices, config),
+            world_size,
+            fingerprint: fingerprint(
+                &plan,
+                &batch_indices,
+                &config,
+                last.as_ref().map(|last| last.fingerprint),
+            ),
             cut,
+            earlier_worlds: last.map_or_else(Vec::new, BatchState::into_worlds),
         };
-        Ok(Self { sampler, plan, batch_indices, batches_per_step, remaining: 0..n_steps, start })
+        let remaining = 0..n_steps;
+        Ok(Self { placement, config, plan, batch_indices, batches_per_step, remaining, start })
     }
 
     /// Returns the state after the steps read so far.
     pub fn state(&self) -> BatchState {
-        self.state_at(self.remaining.start)
+        BatchState { step: self.remaining.start as u64, ..self.start.clone() }
     }
 
     /// Returns each step with the state after it, for steps that are read ahead of training. The
@@ -193,8 +264,43 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
         })
     }
 
-    fn state_at(&self, step: usize) -> BatchState {
-        BatchState { step: step as u64, ..self.start.clone() }
+    /// Moves to the step that `state` claims to be reached in the world of these steps.
+    fn skip_to(&mut self, step: u64, state: &BatchState) -> Result<()> {
+        match usize::try_from(step) {
+            Ok(step) if step <= self.n_steps() => {
+                self.remaining.start = step;
+                Ok(())
+            }
+            Ok(_) | Err(_) => Err(self.mismatch(state)),
+        }
+    }
+
+    fn mismatch(&self, found: &BatchState) -> Error {
+        Error::BatchMismatch { expected: self.start.to_string(), found: found.to_string() }
+    }
+
+    /// Removes the sequences of the steps read so far from the order that these steps read.
+    fn remove_read(&self, mut unread: UnreadOrder) -> UnreadOrder {
+        let n_batches = self.remaining.start * self.batches_per_step;
+        let mut batches = self.batch_indices[..n_batches].to_vec();
+        // A batch that is repeated to fill a step is read from the order once.
+        batches.sort_unstable();
+        batches.dedup();
+        // An order may have a sequence several times.
+        let n_indices = unread.order.iter().max().map_or(0, |&last| last as usize + 1);
+        let mut n_read = vec![0_u32; n_indices];
+        for batch in batches {
+            for &index in self.plan.unrepeated_indices(batch as usize) {
+                n_read[index as usize] += 1;
+            }
+        }
+        unread.order.retain(|&index| {
+            let n_read = &mut n_read[index as usize];
+            let is_unread = *n_read == 0;
+            *n_read = n_read.saturating_sub(1);
+            is_unread
+        });
+        UnreadOrder { last: Some(self.state()), ..unread }
     }
 
     /// Reports the batches of all ranks and steps, and the sequences in no batch.
@@ -224,7 +330,7 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     }
 
     fn step_batches(&self, step: usize) -> Vec<Batch> {
-        match self.sampler.config().layout {
+        match self.config.layout {
             StepLayout::Grouped => self
                 .batch_indices_of_step(step)
                 .iter()
@@ -235,7 +341,7 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     }
 
     fn rank_batch(&self, rank: usize, step: usize) -> Option<Batch> {
-        match self.sampler.config().layout {
+        match self.config.layout {
             StepLayout::Grouped => {
                 let index = self.batch_indices_of_step(step).get(rank)?;
                 Some(self.plan.batch(*index as usize))
@@ -247,12 +353,12 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     /// Divides the sequences of a dealt step over the ranks, and returns the sequences of each
     /// rank.
     fn deal(&self, step: usize) -> impl Iterator<Item = Vec<Sequence>> {
-        let cost = self.sampler.config().cost;
+        let cost = self.config.cost;
         let index = self.batch_indices_of_step(step)[0];
         let sequences: Vec<Sequence> = self.plan.sequences(index as usize).collect();
         let lengths = sequences.iter().map(|sequence| sequence.length);
         let costs: Vec<u64> = lengths.map(|length| cost.for_length(length)).collect();
-        let parts = balance(&costs, self.sampler.placement().world_size());
+        let parts = balance(&costs, self.placement.world_size());
         parts
             .into_iter()
             .map(move |part| part.into_iter().map(|position| sequences[position]).collect())
@@ -263,7 +369,7 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     }
 
     fn read_step(&self, step: usize) -> Step {
-        let placement = self.sampler.placement();
+        let placement = self.placement;
         let indices = self.batch_indices_of_step(step).iter();
         let tokens = indices.map(|&index| self.plan.planned_batch(index as usize).real_tokens);
         let rank_batch = self.rank_batch(placement.rank().as_usize(), step);
@@ -299,7 +405,7 @@ fn order_steps(mut batch_indices: Vec<u32>, per_step: usize, seed: Option<Seed>)
     steps.concat()
 }
 
-impl<L: SequenceLengths> Iterator for Steps<'_, L> {
+impl<L: SequenceLengths> Iterator for Steps<L> {
     type Item = Step;
 
     fn next(&mut self) -> Option<Step> {
@@ -315,6 +421,6 @@ impl<L: SequenceLengths> Iterator for Steps<'_, L> {
     }
 }
 
-impl<L: SequenceLengths> ExactSizeIterator for Steps<'_, L> {}
+impl<L: SequenceLengths> ExactSizeIterator for Steps<L> {}
 
-impl<L: SequenceLengths> FusedIterator for Steps<'_, L> {}
+impl<L: SequenceLengths> FusedIterator for Steps<L> {}

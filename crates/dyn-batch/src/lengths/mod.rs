@@ -3,6 +3,8 @@
 pub(crate) mod histogram;
 pub(crate) mod minima;
 
+use std::sync::Arc;
+
 use crate::{
     batch::Sequence,
     error::{Error, Result},
@@ -11,7 +13,7 @@ use crate::{
 /// The lengths of all sequences of a data set, each available in constant time.
 ///
 /// Slices, arrays and vectors of `u32`, `u64` and `usize` implement this trait, and so do
-/// references to them. Implement it for data sets that know their lengths, for example from an
+/// references to them, also counted ones. Implement it for data sets that know their lengths, for example from an
 /// index file.
 ///
 /// # Determinism
@@ -113,6 +115,16 @@ impl<L: SequenceLengths + ?Sized> SequenceLengths for &L {
     }
 }
 
+impl<L: SequenceLengths + ?Sized> SequenceLengths for Arc<L> {
+    fn count(&self) -> u64 {
+        (**self).count()
+    }
+
+    fn length(&self, index: u64) -> Option<u64> {
+        (**self).length(index)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -127,6 +139,7 @@ mod tests {
         check([5_u32, 7]);
         let owned = vec![5_u64, 7];
         check(&owned);
+        check(Arc::<[u64]>::from(owned));
         check(vec![5_usize, 7]);
         check([5_u32, 7].as_slice());
     }

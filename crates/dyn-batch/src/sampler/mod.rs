@@ -4,6 +4,8 @@ pub(crate) mod batches;
 pub(crate) mod plan;
 pub(crate) mod shuffle;
 
+use std::sync::Arc;
+
 use core_types::WorldSize;
 
 use crate::{
@@ -133,6 +135,11 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
             ..config
         })?;
         Ok(Self { limits, ..self })
+    }
+
+    /// Moves the lengths behind a counted reference, so that clones share them.
+    pub(crate) fn into_shared(self) -> DynamicBatchSampler<Arc<L>> {
+        DynamicBatchSampler { lengths: Arc::new(self.lengths), limits: self.limits }
     }
 
     pub(crate) fn limits(&self) -> &BatchLimits {

@@ -24,24 +24,21 @@ use crate::{
 ///
 /// A plan takes 4 bytes per sequence and 24 per batch, and 12 more per sequence while it is made.
 #[derive(Clone, Debug)]
-pub(crate) struct BatchPlan<'a, L> {
-    sampler: &'a DynamicBatchSampler<L>,
+pub(crate) struct BatchPlan<L> {
+    sampler: DynamicBatchSampler<L>,
     /// Indices of the sequences, batch by batch.
     indices: Vec<u32>,
     /// Ranges of the batches in `indices`.
     batches: Vec<PlannedBatch>,
+    /// First entry of `indices` that repeats an earlier one.
+    repeats_start: usize,
     /// Skipped, truncated and dropped sequences; batches are counted on demand.
     drop_counts: PaddingReport,
 }
 
 impl<L: SequenceLengths> DynamicBatchSampler<L> {
-    /// Plans the batches of the sequences in `order`. `cut` is empty, or the [`BatchPlan::cut`] of
-    /// an equal plan.
-    pub(crate) fn plan_order(
-        &self,
-        order: impl IntoIterator<Item = u64>,
-        cut: &[(u32, u32)],
-    ) -> Result<BatchPlan<'_, L>> {
+    /// Reads the indices of an order, which may be the order of a plan.
+    pub(crate) fn read_order(&self, order: impl IntoIterator<Item = u64>) -> Result<Vec<u32>> {
         let count = self.lengths().count();
         let order = order.into_iter();
         // Iterators may report any size, so the hint is bounded.
@@ -56,9 +53,15 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
             };
             indices.push(index);
         }
+        Ok(indices)
+    }
+
+    /// Plans the batches of the sequences in `order`. `cut` is empty, or the [`BatchPlan::cut`] of
+    /// an equal plan.
+    pub(crate) fn plan_order(self, order: Vec<u32>, cut: &[(u32, u32)]) -> Result<BatchPlan<L>> {
         match BatchBuilder::whole_set_strategy(self.limits()) {
-            Some(strategy) => BatchPlan::from_whole_set(self, indices, strategy, cut),
-            None => BatchPlan::from_stream(self, indices),
+            Some(strategy) => BatchPlan::from_whole_set(self, order, strategy, cut),
+            None => BatchPlan::from_stream(self, order),
         }
     }
 
@@ -110,9 +113,9 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
     }
 }
 
-impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
+impl<L: SequenceLengths> BatchPlan<L> {
     /// Plans the batches of a strategy that reads sequences one by one.
-    fn from_stream(sampler: &'a DynamicBatchSampler<L>, order: Vec<u32>) -> Result<Self> {
+    fn from_stream(sampler: DynamicBatchSampler<L>, order: Vec<u32>) -> Result<Self> {
         let mut stream = sampler.iter_order(order.into_iter().map(u64::from));
         let mut indices = Vec::new();
         let mut batches = Vec::new();
@@ -128,12 +131,13 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
             batches.push(PlannedBatch { range: start..count as u32, padded_length, real_tokens });
         }
         let drop_counts = stream.report().drop_counts();
-        Ok(Self { sampler, indices, batches, drop_counts })
+        drop(stream);
+        Ok(Self { sampler, indices, batches, repeats_start: usize::MAX, drop_counts })
     }
 
     /// Plans the batches of a strategy that arranges all sequences at once.
     fn from_whole_set(
-        sampler: &'a DynamicBatchSampler<L>,
+        sampler: DynamicBatchSampler<L>,
         order: Vec<u32>,
         strategy: WholeSetStrategy,
         cut: &[(u32, u32)],
@@ -148,7 +152,7 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
             strategy.arrange(&histogram, sequences(), sampler.limits(), known_group_ends)?;
         drop_counts.dropped = arrangement.dropped;
         let BatchArrangement { ids: indices, batches, .. } = arrangement;
-        Ok(Self { sampler, indices, batches, drop_counts })
+        Ok(Self { sampler, indices, batches, repeats_start: usize::MAX, drop_counts })
     }
 
     /// Returns the cuts of sorted sequences as a run-length list of batch size and count, the
@@ -220,6 +224,13 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
         &self.indices[start as usize..end as usize]
     }
 
+    /// Returns the indices of a batch without those that repeat others; panics if `index` is out of
+    /// range.
+    pub(crate) fn unrepeated_indices(&self, index: usize) -> &[u32] {
+        let Range { start, end } = self.batches[index].range;
+        &self.indices[start as usize..self.repeats_start.min(end as usize)]
+    }
+
     /// Returns a planned batch; panics if `index` is out of range.
     pub(crate) fn planned_batch(&self, index: usize) -> &PlannedBatch {
         &self.batches[index]
@@ -256,8 +267,9 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
     }
 
     /// Repeats the sequences of a batch up to `len` sequences, and moves the batch to the end of
-    /// the plan.
+    /// the plan. Afterwards no batch can be added.
     pub(crate) fn repeat(&mut self, index: usize, len: usize) {
+        self.repeats_start = self.indices.len() + self.indices(index).len();
         let repeated: Vec<u32> = self.indices(index).iter().copied().cycle().take(len).collect();
         self.batches.remove(index);
         self.push(&repeated);

@@ -118,6 +118,37 @@ fn unknown_steps_and_versions_are_rejected() {
 }
 
 #[test]
+fn states_of_too_many_worlds_are_rejected() {
+    let sampler = |world_size| {
+        let config = BatchConfig::default().with_max_batch_size(1);
+        let batches = DynamicBatchSampler::new([5_u32, 6], config).unwrap();
+        let placement = Placement::new(0, world_size).unwrap();
+        DistributedBatchSampler::new(batches, placement, DistributedConfig::default()).unwrap()
+    };
+    let mut state = sampler(2).epoch(Epoch::ZERO, 0..2).unwrap().state();
+    for nth in 0..255 {
+        state = sampler(1 + nth % 2).resume(&state, 0..2).unwrap().state();
+    }
+    let error = sampler(2).resume(&state, 0..2).unwrap_err();
+    assert_eq!(error, Error::TooManyWorlds { count: 256, limit: 255 });
+    assert!(sampler(1).resume(&state, 0..2).is_ok());
+}
+
+#[test]
+fn other_orders_of_earlier_worlds_are_rejected() {
+    let two = sampler(lengths(), shuffled());
+    let batches = BatchConfig::default().with_max_batch_size(4);
+    let batches = DynamicBatchSampler::new(lengths(), batches).unwrap();
+    let one = DistributedBatchSampler::new(batches, Placement::SINGLE, shuffled()).unwrap();
+    // All sequences are read, so the world of one rank has no batches that could differ.
+    let all_read = two.epoch(Epoch::ZERO, 0..50).map(|mut steps| (steps.nth(6), steps.state()));
+    let state = one.resume(&all_read.unwrap().1, 0..50).unwrap().state();
+    assert_eq!(one.resume(&state, 0..50).unwrap().len(), 0);
+    let resumed = one.resume(&state, (0..50).rev());
+    assert!(matches!(resumed, Err(Error::BatchMismatch { .. })), "{resumed:?}");
+}
+
+#[test]
 fn forged_cuts_are_rejected() {
     let strategy = DynamicBatchStrategy::Sorted { window: None, cut: Cut::Optimal };
     let config = BatchConfig::default().with_strategy(strategy).with_max_tokens(120);

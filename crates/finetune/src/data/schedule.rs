@@ -143,14 +143,14 @@ impl BatchSchedule {
     }
 
     /// Returns the remaining steps of the epoch of `state`, or all steps of the first epoch.
-    fn rest_of_epoch(&self, state: Option<&BatchState>) -> Result<Steps<'_, Vec<u64>>> {
+    fn rest_of_epoch(&self, state: Option<&BatchState>) -> Result<Steps<Vec<u64>>> {
         match state {
             None => self.epoch(Epoch::ZERO),
             Some(state) => Ok(self.steps.resume(state, &self.sequences_in(state.epoch))?),
         }
     }
 
-    fn epoch(&self, epoch: Epoch) -> Result<Steps<'_, Vec<u64>>> {
+    fn epoch(&self, epoch: Epoch) -> Result<Steps<Vec<u64>>> {
         self.steps.epoch(epoch, &self.sequences_in(epoch)).map_err(|error| match error {
             // Each batch is a packed row, so the "ranks" of the sampler are the rows of a step.
             dyn_batch::Error::CannotFillStep { n_batches: n_rows, world_size: rows_per_step } => {
@@ -169,7 +169,7 @@ impl BatchSchedule {
 
 /// Returns the remaining steps of an epoch.
 #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
-fn collect_steps(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<ScheduledStep>> {
+fn collect_steps(mut steps: Steps<Vec<u64>>) -> Vec<Result<ScheduledStep>> {
     let first = usize::try_from(steps.state().step);
     let mut index = first.expect("steps in memory have indices of type usize");
     let mut scheduled = Vec::with_capacity(steps.len());

@@ -152,17 +152,15 @@ fn make_for_rank(
             break;
         }
     }
-    drop(steps);
-    drop(sampler);
     Ok(BatchTotals { left_out, share: Some(share), state: Some(state) })
 }
 
 /// Returns the steps of the epoch: those after the state in `--resume`, or all.
 fn remaining_steps<'a>(
     args: &BatchArgs,
-    sampler: &'a DistributedBatchSampler<&'a SequenceLengthList>,
+    sampler: &DistributedBatchSampler<&'a SequenceLengthList>,
     lengths: &SequenceLengthList,
-) -> Result<Steps<'a, &'a SequenceLengthList>> {
+) -> Result<Steps<&'a SequenceLengthList>> {
     let state: Option<BatchState> = match &args.resume {
         Some(path) => {
             Some(input::read_json(path, "the state of batches").with_hint(hint::BATCH_STATE)?)

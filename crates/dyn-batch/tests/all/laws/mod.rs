@@ -5,3 +5,4 @@
 mod sets;
 mod stream;
 mod support;
+mod worlds;
