@@ -147,3 +147,15 @@ impl<S: ShardSource> fmt::Debug for ShardedDataset<S> {
             .finish_non_exhaustive()
     }
 }
+
+impl<S: ShardSource + ?Sized> ShardSource for Arc<S> {
+    type Shard = S::Shard;
+
+    fn shard_lens(&self) -> Vec<u64> {
+        (**self).shard_lens()
+    }
+
+    fn open(&self, shard: usize) -> Result<S::Shard, BoxError> {
+        (**self).open(shard)
+    }
+}

@@ -161,14 +161,17 @@ impl<F: FnMut(SampleEnd) -> Result<()>> Splitter<'_, F> {
 
     /// Ends the open sample at the current position, if it is not skipped.
     fn close(&mut self) -> Result<()> {
-        let Some(open) = self.open.take() else { return Ok(()) };
+        let Some(mut open) = self.open.take() else { return Ok(()) };
         let is_skipped = match self.rule.unit {
             TextUnit::Line => self.rule.skips_blank_lines && open.is_blank,
             TextUnit::Paragraph => open.is_blank,
-            TextUnit::Document => open.start == open.end,
+            TextUnit::Document => false,
         };
         if is_skipped {
             return Ok(());
+        }
+        if self.rule.unit == TextUnit::Document {
+            open.end = self.position;
         }
         if let Some(max_bytes) = self.rule.max_bytes {
             self.cut(open, max_bytes)?;

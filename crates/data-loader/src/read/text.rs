@@ -203,10 +203,11 @@ impl TextFiles {
             }
             TextUnit::Paragraph => {
                 let text = text.replace("\r\n", "\n");
-                let is_blank = |text: &&str| text.bytes().all(|byte| byte.is_ascii_whitespace());
                 // Skipped paragraphs of white space may come before. A piece may be blank itself.
-                let mut paragraphs = text.split("\n\n");
-                let paragraph = paragraphs.find(|text| !is_blank(text)).unwrap_or(&text);
+                let is_blank = |text: &str| text.bytes().all(|byte| byte.is_ascii_whitespace());
+                let text = text.trim_end_matches('\n');
+                let nonblank = text.split("\n\n").find(|text| !is_blank(text));
+                let paragraph = nonblank.or_else(|| text.rsplit("\n\n").next()).unwrap_or(text);
                 paragraph.trim_matches('\n').to_owned()
             }
             TextUnit::Document => text.replace("\r\n", "\n"),
