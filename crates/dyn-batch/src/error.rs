@@ -211,8 +211,8 @@ pub enum Error {
         /// Number of rows.
         rows: u64,
     },
-    /// A field has a different number of items than its sequence has tokens.
-    #[error("sequence {index} has {items} items and {tokens} tokens, expected one item per token")]
+    /// A field has a number of items that does not match the tokens of its sequence.
+    #[error("sequence {index} has {items} items and {tokens} tokens, expected {expected} items")]
     FieldLength {
         /// Index of the sequence.
         index: u64,
@@ -220,6 +220,21 @@ pub enum Error {
         items: u64,
         /// Tokens of the sequence.
         tokens: u64,
+        /// Expected items: one per token, or one per token and feature.
+        expected: u64,
+    },
+    /// The tensor of a field with several features exceeds the address space.
+    #[error(
+        "a tensor of {rows} x {padded_length} tokens of {n_features} features is larger than the \
+         address space"
+    )]
+    FramesTooLarge {
+        /// Number of rows.
+        rows: u64,
+        /// Length of a row.
+        padded_length: u64,
+        /// Features per token.
+        n_features: u64,
     },
     /// The sequences of a batch have more tokens than the batch counts.
     #[error(

@@ -13,6 +13,7 @@
 //! [`Steps`]: crate::Steps
 #![cfg_attr(feature = "candle", doc = "[`BatchTensors`]: crate::BatchTensors")]
 #![cfg_attr(feature = "candle", doc = "[`Collator`]: crate::Collator")]
+#![cfg_attr(feature = "candle", doc = "[`SequenceLayout`]: crate::SequenceLayout")]
 // The README links to docs.rs. Of two definitions of a link the first wins, so on this page the
 // definitions above replace the README's and point into this crate.
 #![doc = include_str!("../README.md")]
@@ -33,7 +34,7 @@ mod sampler;
 mod sort;
 
 #[cfg(feature = "candle")]
-pub use crate::collate::{BatchTensors, Collator, PackedRow, PaddedRows};
+pub use crate::collate::{BatchTensors, Collator, PackedRow, PaddedRows, SequenceLayout};
 pub use crate::{
     batch::{Batch, Sequence},
     config::{BatchConfig, Buckets, Cost, Cut, DynamicBatchStrategy, Overlong, Packing, Remainder},

@@ -214,12 +214,16 @@ fn batch_states(dir: &Path) -> SchemaExamples {
     let (_dir, lengths) = file("lengths.txt", "12 80 15 70 9");
     let state = dir.join("batches.json").to_str().unwrap().to_owned();
     let batch = |more: &[&str]| {
-        let args = ["batch", "--lengths", &lengths, "--max-tokens", "100", "--world-size", "2"];
-        let rest = ["--rank", "1", "--count", "1", "--save-state", &state, "--strategy"];
+        let args = ["batch", "--lengths", &lengths, "--max-tokens", "100", "--rank", "0"];
+        let rest = ["--count", "1", "--save-state", &state, "--world-size"];
         text(&[&args[..], &rest, more].concat());
         read(Path::new(&state))
     };
-    let documents = vec![batch(&["sorted"]), batch(&["dynamic", "--shuffle", "--epoch", "7"])];
+    let documents = vec![
+        batch(&["2", "--strategy", "sorted"]),
+        batch(&["2", "--strategy", "dynamic", "--shuffle", "--epoch", "7"]),
+        batch(&["1", "--strategy", "dynamic", "--shuffle", "--resume", &state]),
+    ];
     SchemaExamples { name: "batch-state", documents, free: &[] }
 }
 

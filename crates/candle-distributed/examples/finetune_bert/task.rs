@@ -45,7 +45,7 @@ impl LabeledTexts {
     pub(crate) fn collate(&self, batch: &Batch) -> Result<TextBatch> {
         let padded =
             Collator::default().pad(batch, |n| &self.tokens[n as usize][..], &Device::Cpu)?;
-        let labels = padded.per_sequence(|n| self.labels[n as usize])?;
+        let labels = padded.layout.per_sequence(|n| self.labels[n as usize])?;
         Ok((padded.ids, padded.rows.mask, labels))
     }
 }

@@ -1,18 +1,13 @@
 //! Tensors of batches.
 
 mod layout;
-mod segments;
 
-use candle_core::{Device, Result, Tensor, WithDType};
+use candle_core::{Device, Result, Tensor};
 
-use crate::{
-    batch::Batch,
-    collate::{
-        layout::{TokenLayout, wrap_error},
-        segments::PackedSegments,
-    },
-    error::Error,
-};
+pub use self::layout::SequenceLayout;
+use crate::batch::Batch;
+#[cfg(doc)]
+use crate::error::Error;
 
 /// A converter from sequences of token ids to tensors.
 ///
@@ -40,10 +35,12 @@ use crate::{
 /// ```
 ///
 /// Other fields of sequences are laid out like the tokens:
-/// [`per_sequence`](BatchTensors::per_sequence) (class labels),
-/// [`per_token`](BatchTensors::per_token) (token types, token labels) and
+/// [`per_sequence`](SequenceLayout::per_sequence) (class labels),
+/// [`per_token`](SequenceLayout::per_token) (token types, token labels),
+/// [`frames`](SequenceLayout::frames) (features) and
 /// [`labels_where`](BatchTensors::labels_where) (masks of target tokens), like Hugging Face's
-/// `DataCollatorWithPadding`, `DataCollatorForTokenClassification` and TRL's `completion_mask`.
+/// `DataCollatorWithPadding`, `DataCollatorForTokenClassification` and TRL's `completion_mask`. For
+/// sequences without tokens, such as time series, make only the [`layout`](Collator::layout).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Collator {
@@ -96,8 +93,9 @@ pub struct BatchTensors<R> {
     /// The tensors that depend on the kind of rows: the mask of [`PaddedRows`], or the segments of
     /// a [`PackedRow`].
     pub rows: R,
+    /// Positions of the sequences, for further fields.
+    pub layout: SequenceLayout,
     ignore_index: i64,
-    layout: TokenLayout,
 }
 
 /// The tensors of rows with one sequence each.
@@ -144,11 +142,35 @@ impl Collator {
     }
 
     /// Returns the number of tokens of a sequence after truncation.
-    fn n_kept(&self, tokens: &[u32]) -> usize {
+    fn n_kept(&self, n_tokens: usize) -> usize {
         // A limit beyond the address space has no effect.
         match self.max_sequence_length.map(usize::try_from) {
-            Some(Ok(max)) => tokens.len().min(max),
-            Some(Err(_)) | None => tokens.len(),
+            Some(Ok(max)) => n_tokens.min(max),
+            Some(Err(_)) | None => n_tokens,
+        }
+    }
+
+    /// Lays out the sequences of a batch for fields of any kind: one sequence per row, or all in the
+    /// row of a packed batch. `length_of` returns the number of tokens of an index.
+    ///
+    /// # Errors
+    ///
+    /// The following errors are wrapped in a candle error: [`Error::TensorTooLarge`] if the batch
+    /// exceeds the address space, [`Error::PackedBatch`] if it has more sequences than rows and
+    /// several rows, [`Error::RowOverflow`] if sequences are longer than their row, and
+    /// [`Error::Uncounted`] if there are more tokens than the batch counts, or than 32 bits count.
+    pub fn layout(
+        &self,
+        batch: &Batch,
+        length_of: impl FnMut(u64) -> usize,
+        device: &Device,
+    ) -> Result<SequenceLayout> {
+        let lengths = batch.indices.iter().copied().map(length_of);
+        // One sequence in one row has the same position in both layouts.
+        if batch.rows == 1 {
+            SequenceLayout::packed(batch, lengths, self, device)
+        } else {
+            SequenceLayout::padded(batch, lengths, self, device)
         }
     }
 
@@ -171,23 +193,10 @@ impl Collator {
         device: &Device,
     ) -> Result<BatchTensors<PaddedRows>> {
         let tokens: Vec<&[u32]> = batch.indices.iter().map(|&index| tokens_of(index)).collect();
-        let layout = TokenLayout::padded(batch, &tokens, self, device)?;
-        let ids = layout.lay_out(self.pad_id, tokens.iter().copied())?;
-        let mut mask = vec![0_u8; ids.len()];
-        let mut labels = vec![self.ignore_index; ids.len()];
-        for span in layout.spans() {
-            mask[span.range()].fill(1);
-            for position in span.range() {
-                labels[position] = ids[position].into();
-            }
-        }
-        Ok(BatchTensors {
-            ids: layout.tensor(ids)?,
-            labels: layout.tensor(labels)?,
-            rows: PaddedRows { mask: layout.tensor(mask)? },
-            ignore_index: self.ignore_index,
-            layout,
-        })
+        let lengths = tokens.iter().map(|tokens| tokens.len());
+        let layout = SequenceLayout::padded(batch, lengths, self, device)?;
+        let rows = PaddedRows { mask: layout.mask()? };
+        self.tensors(&tokens, 0, rows, layout)
     }
 
     /// Concatenates the sequences of a packed batch in its row; `tokens_of` returns the token ids
@@ -206,108 +215,49 @@ impl Collator {
         device: &Device,
     ) -> Result<BatchTensors<PackedRow>> {
         let tokens: Vec<&[u32]> = batch.indices.iter().map(|&index| tokens_of(index)).collect();
-        let layout = TokenLayout::packed(batch, &tokens, self, device)?;
-        let row_len = layout.row_len();
-        let segments = PackedSegments::new(layout.lengths()).ok_or_else(|| {
-            let n_tokens = layout.lengths().sum();
-            wrap_error(Error::RowOverflow { tokens: n_tokens, row_length: row_len as u64 })
-        })?;
-        let ids = layout.lay_out(self.pad_id, tokens.iter().copied())?;
+        let lengths = tokens.iter().map(|tokens| tokens.len());
+        let layout = SequenceLayout::packed(batch, lengths, self, device)?;
+        let rows = PackedRow {
+            segment_ids: layout.segment_ids()?,
+            position_ids: layout.position_ids()?,
+            cu_seqlens: layout.cu_seqlens()?,
+        };
+        // The first token follows another sequence, which must not predict it.
+        self.tensors(&tokens, 1, rows, layout)
+    }
+
+    /// Creates the ids and the labels, without labels of the first tokens of each sequence.
+    fn tensors<R>(
+        &self,
+        tokens: &[&[u32]],
+        n_unlabeled: usize,
+        rows: R,
+        layout: SequenceLayout,
+    ) -> Result<BatchTensors<R>> {
+        let ids = layout.lay_out(self.pad_id, 1, tokens)?;
         let mut labels = vec![self.ignore_index; ids.len()];
         for span in layout.spans() {
-            // The first token follows another sequence, which must not predict it.
-            for position in span.range().skip(1) {
+            for position in span.range().skip(n_unlabeled) {
                 labels[position] = ids[position].into();
             }
         }
-        let rows = PackedRow {
-            segment_ids: layout.tensor(segments.segment_ids(row_len))?,
-            position_ids: layout.tensor(segments.position_ids(row_len))?,
-            cu_seqlens: Tensor::new(segments.cu_seqlens(), device)?,
-        };
         Ok(BatchTensors {
             ids: layout.tensor(ids)?,
             labels: layout.tensor(labels)?,
             rows,
-            ignore_index: self.ignore_index,
             layout,
+            ignore_index: self.ignore_index,
         })
     }
 }
 
 impl<R> BatchTensors<R> {
-    /// Returns a value per sequence, such as a class label, a regression target or a weight, of
-    /// shape `[sequences]` on the device of the other tensors.
-    ///
-    /// # Errors
-    ///
-    /// Returns candle's error if the device fails.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use candle_core::Device;
-    /// use dyn_batch::{BatchConfig, Collator, DynamicBatchSampler};
-    ///
-    /// let texts: [&[u32]; 2] = [&[5, 6, 7], &[8]];
-    /// let classes = [1_u32, 0];
-    /// let config = BatchConfig::default().with_max_batch_size(2);
-    /// let sampler = DynamicBatchSampler::new(texts.map(<[u32]>::len), config)?;
-    ///
-    /// let batch = sampler.iter().next().ok_or("no batch")??;
-    /// let tensors = Collator::default().pad(&batch, |index| texts[index as usize], &Device::Cpu)?;
-    /// let labels = tensors.per_sequence(|index| classes[index as usize])?;
-    /// assert_eq!(labels.to_vec1::<u32>()?, [1, 0]);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn per_sequence<T: WithDType>(&self, value: impl FnMut(u64) -> T) -> Result<Tensor> {
-        self.layout.per_sequence(value)
-    }
-
-    /// Returns a value per token, such as a type, a label or a weight, and `fill` for padding, of
-    /// shape `[rows, padded_length]` on the device of the other tensors. Items are truncated like
-    /// the tokens.
-    ///
-    /// For token labels, use the ignore index as `fill`, −100 for losses that follow PyTorch. The
-    /// first token of a packed sequence keeps its value; for next-token labels use
-    /// [`labels_where`](Self::labels_where).
-    ///
-    /// # Errors
-    ///
-    /// Returns candle's error if the device fails, or [`Error::FieldLength`], wrapped in a candle
-    /// error, if a sequence has a different number of items than tokens.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use candle_core::Device;
-    /// use dyn_batch::{BatchConfig, Collator, DynamicBatchSampler};
-    ///
-    /// let texts: [&[u32]; 2] = [&[5, 6, 7], &[8]];
-    /// let tags: [&[i64]; 2] = [&[2, 0, 1], &[3]];
-    /// let config = BatchConfig::default().with_max_batch_size(2);
-    /// let sampler = DynamicBatchSampler::new(texts.map(<[u32]>::len), config)?;
-    ///
-    /// let batch = sampler.iter().next().ok_or("no batch")??;
-    /// let tensors = Collator::default().pad(&batch, |index| texts[index as usize], &Device::Cpu)?;
-    /// let labels = tensors.per_token(-100, |index| tags[index as usize])?;
-    /// assert_eq!(labels.to_vec2::<i64>()?, [[2, 0, 1], [3, -100, -100]]);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn per_token<'a, T: WithDType>(
-        &self,
-        fill: T,
-        items: impl FnMut(u64) -> &'a [T],
-    ) -> Result<Tensor> {
-        self.layout.per_token(fill, items)
-    }
-
     /// Returns the [`labels`](Self::labels) of tokens with a nonzero `mask`, and the ignore index
     /// elsewhere, for example to train on completions and not on prompts.
     ///
     /// # Errors
     ///
-    /// The errors of [`per_token`](Self::per_token).
+    /// The errors of [`SequenceLayout::per_token`].
     pub fn labels_where<'a>(&self, mask: impl FnMut(u64) -> &'a [u8]) -> Result<Tensor> {
         let ignored = Tensor::full(self.ignore_index, self.labels.shape(), self.labels.device())?;
         self.layout.per_token(0, mask)?.where_cond(&self.labels, &ignored)
@@ -420,14 +370,15 @@ mod tests {
         let collator = collator.with_max_sequence_length(3);
         let tensors = collator.pad(&batches[0], text, &Device::Cpu).unwrap();
         assert_eq!(
-            tensors.per_token(-7, at(TENFOLD)).unwrap().to_vec2::<i64>().unwrap(),
+            tensors.layout.per_token(-7, at(TENFOLD)).unwrap().to_vec2::<i64>().unwrap(),
             [[10, 20, 30], [40, 50, -7], [60, -7, -7], [70, 80, 90]]
         );
         assert_eq!(
             tensors.labels_where(at(EVEN)).unwrap().to_vec2::<i64>().unwrap(),
             [[-1, 2, -1], [4, -1, -1], [6, -1, -1], [-1, 8, -1]]
         );
-        let halves = tensors.per_sequence(|index| f64::from(u32::try_from(index).unwrap()) / 2.0);
+        let halves =
+            tensors.layout.per_sequence(|index| f64::from(u32::try_from(index).unwrap()) / 2.0);
         assert_eq!(halves.unwrap().to_vec1::<f64>().unwrap(), [0.0, 0.5, 1.0, 1.5]);
     }
 
@@ -437,12 +388,12 @@ mod tests {
         let batches = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(6));
         let tensors = Collator::default().pack(&batches[0], text, &Device::Cpu).unwrap();
         assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[7, 8, 9, 10, 4, 5]]);
-        let tenfold = tensors.per_token(0, at(TENFOLD)).unwrap();
+        let tenfold = tensors.layout.per_token(0, at(TENFOLD)).unwrap();
         assert_eq!(tenfold.to_vec2::<i64>().unwrap(), [[70, 80, 90, 100, 40, 50]]);
         // The 4 is even, but it is the first token of its sequence.
         let labels = tensors.labels_where(at(EVEN)).unwrap();
         assert_eq!(labels.to_vec2::<i64>().unwrap(), [[-100, 8, -100, 10, -100, -100]]);
-        let indices = tensors.per_sequence(|index| u32::try_from(index).unwrap()).unwrap();
+        let indices = tensors.layout.per_sequence(|index| u32::try_from(index).unwrap()).unwrap();
         assert_eq!(indices.to_vec1::<u32>().unwrap(), [3, 1]);
     }
 
@@ -455,11 +406,11 @@ mod tests {
         let padded = Collator::default().pad(&padded[0], text, &Device::Cpu).unwrap();
         for (length, items) in [(1, &[1_u8; 1][..]), (5, &[1; 5])] {
             let wrong = |index| if index == 3 { items } else { at(EVEN)(index) };
-            let expected = format!("sequence 3 has {length} items and 4 tokens");
+            let expected = format!("sequence 3 has {length} items and 4 tokens, expected 4 items");
             for found in [
-                packed.per_token(0, wrong),
+                packed.layout.per_token(0, wrong),
                 packed.labels_where(wrong),
-                padded.per_token(0, wrong),
+                padded.layout.per_token(0, wrong),
                 padded.labels_where(wrong),
             ] {
                 let error = found.unwrap_err().to_string();

@@ -36,7 +36,6 @@ pub struct BatchState {
     /// first. Empty for other strategies.
     pub cut: Vec<(u32, u32)>,
     /// Worlds that have taken the first steps of the epoch, in order; empty in most epochs.
-    #[cfg_attr(feature = "serde", serde(default))]
     pub(super) earlier_worlds: Vec<EarlierWorld>,
 }
 

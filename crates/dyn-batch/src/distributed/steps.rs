@@ -11,7 +11,7 @@ use crate::{
         balance::balance,
         config::{DistributedConfig, StepLayout},
         even::{batches_by_cost, fill_small_batch},
-        state::{BatchState, fingerprint},
+        state::{BatchState, EarlierWorld, fingerprint},
     },
     error::{Error, Result},
     lengths::SequenceLengths,
@@ -124,25 +124,37 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
         check_earlier_worlds(state.earlier_worlds.len())?;
         let order = self.batches.read_order(order)?;
         let mut unread = UnreadOrder { epoch: state.epoch, order, last: None };
-        for world in &state.earlier_worlds {
-            let mut steps =
-                Steps::new(self, self.placement_in(world.world_size), unread.clone(), &[])?;
-            steps.skip_to(world.step, state)?;
-            unread = steps.remove_read(unread);
+        for &world in &state.earlier_worlds {
+            unread = self.replay(world, state, unread.clone(), &[])?.remove_read(unread);
         }
+        let world = EarlierWorld { world_size: state.world_size, step: state.step };
+        let is_same_world = world.world_size == self.placement.world_size();
+        let order_of_other_world = (!is_same_world).then(|| unread.clone());
         // The state has the cuts of sorted sequences, because finding them takes longer than
         // sorting.
-        let placement = self.placement_in(state.world_size);
-        let mut steps = Steps::new(self, placement, unread.clone(), &state.cut)?;
-        steps.skip_to(state.step, state)?;
+        let steps = self.replay(world, state, unread, &state.cut)?;
         if *state != steps.state() {
             return Err(steps.mismatch(state));
         }
-        if placement == self.placement {
-            return Ok(steps);
-        }
+        let Some(unread) = order_of_other_world else { return Ok(steps) };
         check_earlier_worlds(state.earlier_worlds.len() + 1)?;
         Steps::new(self, self.placement, steps.remove_read(unread), &[])
+    }
+
+    /// Plans the steps of a world that `state` counts, and moves to the step that it reached.
+    fn replay(
+        &self,
+        world: EarlierWorld,
+        state: &BatchState,
+        unread: UnreadOrder,
+        cut: &[(u32, u32)],
+    ) -> Result<Steps<L>> {
+        let mut steps = Steps::new(self, self.placement_in(world.world_size), unread, cut)?;
+        match usize::try_from(world.step) {
+            Ok(step) if step <= steps.n_steps() => steps.remaining.start = step,
+            Ok(_) | Err(_) => return Err(steps.mismatch(state)),
+        }
+        Ok(steps)
     }
 
     /// Returns the placement of this rank, or of the first rank in another world.
@@ -262,17 +274,6 @@ impl<L: SequenceLengths> Steps<L> {
             let step = self.next()?;
             Some((step, self.state()))
         })
-    }
-
-    /// Moves to the step that `state` claims to be reached in the world of these steps.
-    fn skip_to(&mut self, step: u64, state: &BatchState) -> Result<()> {
-        match usize::try_from(step) {
-            Ok(step) if step <= self.n_steps() => {
-                self.remaining.start = step;
-                Ok(())
-            }
-            Ok(_) | Err(_) => Err(self.mismatch(state)),
-        }
     }
 
     fn mismatch(&self, found: &BatchState) -> Error {

@@ -131,7 +131,7 @@ pub(crate) struct BatchArgs {
     /// Maximum number of batches to print and report [default: all]
     #[arg(long, value_name = "N")]
     pub(super) count: Option<u64>,
-    /// Resume from a file written by --save-state, with the same options but --rank
+    /// Resume from a file written by --save-state, with the same options but the ranks
     #[arg(long, value_name = "FILE", requires = "world_size", conflicts_with = "epoch")]
     pub(super) resume: Option<PathBuf>,
     /// Write the state of the rank after the printed batches to this file
