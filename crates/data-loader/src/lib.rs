@@ -1,3 +1,40 @@
+//! [`BoxError`]: crate::BoxError
+//! [`CachedDataset`]: crate::CachedDataset
+//! [`ConcatDataset`]: crate::ConcatDataset
+//! [`DataLoader`]: crate::DataLoader
+//! [`Dataset`]: crate::Dataset
+//! [`IndexPlace`]: crate::IndexPlace
+//! [`JsonlDataset`]: crate::JsonlDataset
+//! [`LoaderBuilder`]: crate::LoaderBuilder
+//! [`LoaderState`]: crate::LoaderState
+//! [`MapDataset`]: crate::MapDataset
+//! [`NpyDataset`]: crate::NpyDataset
+//! [`NpyDtype`]: crate::NpyDtype
+//! [`NpyElement`]: crate::NpyElement
+//! [`NpyFault`]: crate::NpyFault
+//! [`NpyHeader`]: crate::NpyHeader
+//! [`NpyNumber`]: crate::NpyNumber
+//! [`NumberArray`]: crate::NumberArray
+//! [`OnError`]: crate::OnError
+//! [`PrefetchBuilder`]: crate::PrefetchBuilder
+//! [`PrefetchIter`]: crate::PrefetchIter
+//! [`SampleBatch`]: crate::SampleBatch
+//! [`SeededMapDataset`]: crate::SeededMapDataset
+//! [`ShardSource`]: crate::ShardSource
+//! [`ShardedDataset`]: crate::ShardedDataset
+//! [`SkippedSample`]: crate::SkippedSample
+//! [`SkippedSamples`]: crate::SkippedSamples
+//! [`SubsetDataset`]: crate::SubsetDataset
+//! [`TextConfig`]: crate::TextConfig
+//! [`TextDataset`]: crate::TextDataset
+//! [`TextUnit`]: crate::TextUnit
+//! [`TokenDataset`]: crate::TokenDataset
+//! [`TokenType`]: crate::TokenType
+//! [`concat`]: crate::concat()
+//! [`measure`]: crate::measure()
+//! [`prefetch`]: crate::prefetch()
+// The README links to docs.rs. Of two definitions of a link the first wins, so on this page the
+// definitions above replace the README's and point into this crate.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
