@@ -11,7 +11,9 @@ use std::{
 };
 
 use core_types::{Epoch, Seed, files::AtomicFolder};
-use data_loader::{BoxError, DataLoader, Dataset, IndexPlace, JsonlDataset, SampleBatch, TextDataset};
+use data_loader::{
+    BoxError, DataLoader, Dataset, IndexPlace, JsonlDataset, SampleBatch, TextDataset,
+};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let n_lines: u64 = std::env::args().nth(1).as_deref().unwrap_or("200000").parse()?;
@@ -23,16 +25,23 @@ fn main() -> Result<(), Box<dyn Error>> {
             let start = Instant::now();
             let n_ids = read_padded(&path, batch_size, n_workers)?;
             let per_second = n_lines as f64 / start.elapsed().as_secs_f64();
-            println!("batch {batch_size}, {n_workers} workers: {per_second:.0} lines/s ({n_ids} ids)");
+            println!(
+                "batch {batch_size}, {n_workers} workers: {per_second:.0} lines/s ({n_ids} ids)"
+            );
         }
     }
     let path = folder.path().join("lines.jsonl");
-    write_lines(&path, n_lines * 5, |n| format!("{{\"n\":{n},\"text\":\"{}\"}}\n", "x".repeat(970)))?;
+    write_lines(&path, n_lines * 5, |n| {
+        format!("{{\"n\":{n},\"text\":\"{}\"}}\n", "x".repeat(970))
+    })?;
     for name in ["built", "kept"] {
         let start = Instant::now();
         let first = first_batch(&path)?;
         let (bytes, seconds) = (fs::metadata(&path)?.len(), start.elapsed().as_secs_f64());
-        println!("{name} index: first batch of {first} in {seconds:.4} s, {:.2} GB/s", bytes as f64 / seconds / 1e9);
+        println!(
+            "{name} index: first batch of {first} in {seconds:.4} s, {:.2} GB/s",
+            bytes as f64 / seconds / 1e9
+        );
     }
     let index = fs::metadata(folder.path().join("lines.jsonl.line-index"))?.len();
     println!("index: {:.2} bytes a line", index as f64 / (n_lines * 5) as f64);

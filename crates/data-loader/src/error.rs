@@ -113,7 +113,9 @@ pub enum Error {
         world_size: WorldSize,
     },
     /// Ranks would have different numbers of batches.
-    #[error("ranks would have {fewest} to {most} batches; use a tail that drops or pads, or `uneven`")]
+    #[error(
+        "ranks would have {fewest} to {most} batches; use a tail that drops or pads, or `uneven`"
+    )]
     UnevenBatches {
         /// Fewest batches of a rank.
         fewest: u64,
@@ -129,7 +131,9 @@ pub enum Error {
         source: BoxError,
     },
     /// More samples cannot be read than may be skipped.
-    #[error("{skipped} samples cannot be read, the limit is {at_most}; the last is sample {index}: {reason}")]
+    #[error(
+        "{skipped} samples cannot be read, the limit is {at_most}; the last is sample {index}: {reason}"
+    )]
     TooManySkipped {
         /// Number of samples that cannot be read.
         skipped: u64,

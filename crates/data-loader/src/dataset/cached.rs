@@ -38,14 +38,14 @@ impl<D: Dataset<Item: Clone + Sync>> Dataset for CachedDataset<D> {
         self.dataset.len()
     }
 
-    fn get(&self, index: u64) -> Result<D::Item, BoxError> {
+    fn read(&self, index: u64) -> Result<D::Item, BoxError> {
         let cache = self.cache.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(sample) = cache.samples.get(&index) {
             return Ok(sample.clone());
         }
         drop(cache);
         // Reads without the lock; two threads may read the same sample.
-        let sample = self.dataset.get(index)?;
+        let sample = self.dataset.read(index)?;
         let n_bytes = (self.bytes)(&sample);
         let mut cache = self.cache.write().unwrap_or_else(PoisonError::into_inner);
         let total = cache.n_bytes.saturating_add(n_bytes);

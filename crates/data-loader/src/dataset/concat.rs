@@ -15,7 +15,7 @@ use crate::{
 /// use data_loader::{Dataset, concat};
 ///
 /// let both = concat([vec!['a', 'b'], vec!['c']]);
-/// assert_eq!((both.len(), both.get(2)?), (3, 'c'));
+/// assert_eq!((both.len(), both.read(2)?), (3, 'c'));
 /// # Ok::<(), data_loader::BoxError>(())
 /// ```
 pub fn concat<D: Dataset>(datasets: impl IntoIterator<Item = D>) -> ConcatDataset<D> {
@@ -62,14 +62,14 @@ impl<D: Dataset> Dataset for ConcatDataset<D> {
         self.ends.last().copied().unwrap_or(0)
     }
 
-    fn get(&self, index: u64) -> Result<D::Item, BoxError> {
+    fn read(&self, index: u64) -> Result<D::Item, BoxError> {
         let (dataset, index) = self.locate(index)?;
-        self.datasets[dataset].get(index)
+        self.datasets[dataset].read(index)
     }
 
-    fn get_seeded(&self, index: u64, seed: Seed) -> Result<D::Item, BoxError> {
+    fn read_seeded(&self, index: u64, seed: Seed) -> Result<D::Item, BoxError> {
         let (dataset, index) = self.locate(index)?;
-        self.datasets[dataset].get_seeded(index, seed)
+        self.datasets[dataset].read_seeded(index, seed)
     }
 
     fn prefetch(&self, indices: &[u64]) {

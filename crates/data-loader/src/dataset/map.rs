@@ -34,12 +34,12 @@ where
         self.dataset.len()
     }
 
-    fn get(&self, index: u64) -> Result<T, BoxError> {
-        (self.f)(self.dataset.get(index)?)
+    fn read(&self, index: u64) -> Result<T, BoxError> {
+        (self.f)(self.dataset.read(index)?)
     }
 
-    fn get_seeded(&self, index: u64, seed: Seed) -> Result<T, BoxError> {
-        (self.f)(self.dataset.get_seeded(index, seed)?)
+    fn read_seeded(&self, index: u64, seed: Seed) -> Result<T, BoxError> {
+        (self.f)(self.dataset.read_seeded(index, seed)?)
     }
 
     fn prefetch(&self, indices: &[u64]) {
@@ -82,12 +82,12 @@ where
     }
 
     /// Reads a sample with the random changes of a fixed seed.
-    fn get(&self, index: u64) -> Result<T, BoxError> {
-        self.get_seeded(index, Seed::default().derive(index))
+    fn read(&self, index: u64) -> Result<T, BoxError> {
+        self.read_seeded(index, Seed::default().derive(index))
     }
 
-    fn get_seeded(&self, index: u64, seed: Seed) -> Result<T, BoxError> {
-        let sample = self.dataset.get_seeded(index, seed.derive(BELOW_STREAM))?;
+    fn read_seeded(&self, index: u64, seed: Seed) -> Result<T, BoxError> {
+        let sample = self.dataset.read_seeded(index, seed.derive(BELOW_STREAM))?;
         (self.f)(sample, seed.derive(FUNCTION_STREAM))
     }
 

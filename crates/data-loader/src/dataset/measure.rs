@@ -56,6 +56,6 @@ fn measure_sample<D: Dataset>(
     index: u64,
     length: impl Fn(&D::Item) -> u64,
 ) -> Result<u32> {
-    let sample = dataset.get(index).map_err(|source| Error::Sample { index, source })?;
+    let sample = dataset.read(index).map_err(|source| Error::Sample { index, source })?;
     u32::try_from(length(&sample)).map_err(|source| Error::Sample { index, source: source.into() })
 }

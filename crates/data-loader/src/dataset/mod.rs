@@ -21,12 +21,12 @@ use crate::{
 
 /// Samples that can be read in any order, by several threads at once.
 ///
-/// Vectors and slices are data sets, and so are shared and boxed data sets. `map` and the other
+/// Vectors are data sets, and so are shared and boxed data sets. `map` and the other
 /// adaptors change samples when they are read.
 ///
 /// # Determinism
 ///
-/// [`get`](Self::get) must return the same sample for an index each time, and on each rank.
+/// [`read`](Self::read) must return the same sample for an index each time, and on each rank.
 ///
 /// # Examples
 ///
@@ -34,8 +34,8 @@ use crate::{
 /// use data_loader::Dataset;
 ///
 /// let squares = vec![1_u32, 2, 3, 4].map(|n| Ok(n * n));
-/// assert_eq!((squares.len(), squares.get(2)?), (4, 9));
-/// let (train, test) = match &squares.split(&[0.75, 0.25], core_types::Seed::new(1))?[..] {
+/// assert_eq!((squares.len(), squares.read(2)?), (4, 9));
+/// let (train, test) = match &squares.random_split(&[0.75, 0.25], core_types::Seed::new(1))?[..] {
 ///     [train, test] => (train.len(), test.len()),
 ///     _ => unreachable!(),
 /// };
@@ -55,7 +55,7 @@ pub trait Dataset: Send + Sync {
     /// # Errors
     ///
     /// Any error, in particular [`Error::IndexOutOfRange`] if the index is not below the length.
-    fn get(&self, index: u64) -> Result<Self::Item, BoxError>;
+    fn read(&self, index: u64) -> Result<Self::Item, BoxError>;
 
     /// Reads a sample; `seed` determines its random changes in this epoch.
     ///
@@ -64,10 +64,10 @@ pub trait Dataset: Send + Sync {
     ///
     /// # Errors
     ///
-    /// The errors of [`get`](Self::get).
-    fn get_seeded(&self, index: u64, seed: Seed) -> Result<Self::Item, BoxError> {
+    /// The errors of [`read`](Self::read).
+    fn read_seeded(&self, index: u64, seed: Seed) -> Result<Self::Item, BoxError> {
         let _ = seed;
-        self.get(index)
+        self.read(index)
     }
 
     /// Announces that a thread is about to read these samples, for example to open their shards.
@@ -88,11 +88,11 @@ pub trait Dataset: Send + Sync {
     }
 
     /// Returns all samples in order, for example of a small data set for an evaluation.
-    fn iter(&self) -> impl Iterator<Item = Result<Self::Item, BoxError>>
+    fn samples(&self) -> impl Iterator<Item = Result<Self::Item, BoxError>>
     where
         Self: Sized,
     {
-        (0..self.len()).map(|index| self.get(index))
+        (0..self.len()).map(|index| self.read(index))
     }
 
     /// Returns the same samples, each changed by `f` when it is read.
@@ -157,12 +157,11 @@ pub trait Dataset: Send + Sync {
     /// # Errors
     ///
     /// [`Error::Setting`] if a fraction is negative or not a number, or if their sum exceeds 1.
-    #[doc(alias = "random_split")]
-    fn split(self, fractions: &[f64], seed: Seed) -> Result<Vec<SubsetDataset<Arc<Self>>>>
+    fn random_split(self, fractions: &[f64], seed: Seed) -> Result<Vec<SubsetDataset<Arc<Self>>>>
     where
         Self: Sized,
     {
-        subset::split(self, fractions, seed)
+        subset::random_split(self, fractions, seed)
     }
 
     /// Keeps samples in memory once they are read, up to a number of bytes. `bytes` returns the
@@ -179,28 +178,16 @@ pub trait Dataset: Send + Sync {
     }
 }
 
-impl<T: Clone + Send + Sync + 'static> Dataset for [T] {
-    type Item = T;
-
-    fn len(&self) -> u64 {
-        self.len() as u64
-    }
-
-    fn get(&self, index: u64) -> Result<T, BoxError> {
-        let sample = usize::try_from(index).ok().and_then(|index| self.get(index));
-        Ok(sample.cloned().ok_or(Error::IndexOutOfRange { index, len: Dataset::len(self) })?)
-    }
-}
-
 impl<T: Clone + Send + Sync + 'static> Dataset for Vec<T> {
     type Item = T;
 
     fn len(&self) -> u64 {
-        Dataset::len(self.as_slice())
+        self.as_slice().len() as u64
     }
 
-    fn get(&self, index: u64) -> Result<T, BoxError> {
-        Dataset::get(self.as_slice(), index)
+    fn read(&self, index: u64) -> Result<T, BoxError> {
+        let sample = usize::try_from(index).ok().and_then(|index| self.get(index));
+        Ok(sample.cloned().ok_or(Error::IndexOutOfRange { index, len: Dataset::len(self) })?)
     }
 }
 
@@ -214,12 +201,12 @@ macro_rules! pointers {
                 (**self).len()
             }
 
-            fn get(&self, index: u64) -> Result<D::Item, BoxError> {
-                (**self).get(index)
+            fn read(&self, index: u64) -> Result<D::Item, BoxError> {
+                (**self).read(index)
             }
 
-            fn get_seeded(&self, index: u64, seed: Seed) -> Result<D::Item, BoxError> {
-                (**self).get_seeded(index, seed)
+            fn read_seeded(&self, index: u64, seed: Seed) -> Result<D::Item, BoxError> {
+                (**self).read_seeded(index, seed)
             }
 
             fn prefetch(&self, indices: &[u64]) {

@@ -9,7 +9,7 @@ use crate::{
     error::{BoxError, Error, Result},
 };
 
-/// Some samples of a data set, from [`Dataset::subset`] and [`Dataset::split`].
+/// Some samples of a data set, from [`Dataset::subset`] and [`Dataset::random_split`].
 #[derive(Clone, Debug)]
 pub struct SubsetDataset<D> {
     dataset: D,
@@ -40,12 +40,12 @@ impl<D: Dataset> Dataset for SubsetDataset<D> {
         self.indices.len() as u64
     }
 
-    fn get(&self, index: u64) -> Result<D::Item, BoxError> {
-        self.dataset.get(self.whole_index(index)?)
+    fn read(&self, index: u64) -> Result<D::Item, BoxError> {
+        self.dataset.read(self.whole_index(index)?)
     }
 
-    fn get_seeded(&self, index: u64, seed: Seed) -> Result<D::Item, BoxError> {
-        self.dataset.get_seeded(self.whole_index(index)?, seed)
+    fn read_seeded(&self, index: u64, seed: Seed) -> Result<D::Item, BoxError> {
+        self.dataset.read_seeded(self.whole_index(index)?, seed)
     }
 
     fn prefetch(&self, indices: &[u64]) {
@@ -62,7 +62,7 @@ impl<D: Dataset> Dataset for SubsetDataset<D> {
 }
 
 /// Splits a data set into disjoint random subsets.
-pub(crate) fn split<D: Dataset>(
+pub(crate) fn random_split<D: Dataset>(
     dataset: D,
     fractions: &[f64],
     seed: Seed,

@@ -247,8 +247,7 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
 
     fn sampler_config(&self) -> SamplerConfig {
         let tail = if self.is_uneven { Tail::Spread } else { Tail::Drop };
-        let config =
-            SamplerConfig::default().with_partition(Partition::Strided).with_tail(tail);
+        let config = SamplerConfig::default().with_partition(Partition::Strided).with_tail(tail);
         match self.seed {
             None => config.with_order(Order::Sequential),
             Some(seed) => config.with_seed(seed.derive(ORDER_STREAM)),

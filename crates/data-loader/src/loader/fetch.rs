@@ -145,10 +145,11 @@ pub(crate) fn make_batch<D: Dataset, T>(
     let BatchJob { epoch, planned, seed, progress } = job;
     let number = planned.number;
     let mut skipped = Vec::new();
-    let samples = match read_samples(dataset, on_error, epoch, planned, seed, &progress, &mut skipped) {
-        Ok(samples) => samples,
-        Err(error) => return MadeBatch { result: Err(error), skipped },
-    };
+    let samples =
+        match read_samples(dataset, on_error, epoch, planned, seed, &progress, &mut skipped) {
+            Ok(samples) => samples,
+            Err(error) => return MadeBatch { result: Err(error), skipped },
+        };
     if samples.items.is_empty() {
         let result = Err(Error::EmptyBatch { epoch: epoch.as_u64(), batch: number });
         return MadeBatch { result, skipped };
@@ -171,16 +172,16 @@ fn read_samples<D: Dataset>(
     dataset.prefetch(&batch.indices);
     let indices = std::mem::take(&mut batch.indices);
     let has_lengths = lengths.is_some();
-    let (items, paddings) = (Vec::with_capacity(indices.len()), Vec::with_capacity(indices.len()));
+    let items = Vec::with_capacity(indices.len());
     let mut samples =
-        SampleBatch { epoch, number, batch, items, is_padding: paddings, has_lengths };
+        SampleBatch { epoch, number, batch, items, is_padding: Vec::new(), has_lengths };
     for (position, (index, is_padding)) in indices.into_iter().zip(is_padding).enumerate() {
         if progress.is_cancelled() {
             // Nobody takes this batch.
             break;
         }
         progress.set(index);
-        match dataset.get_seeded(index, seed.derive(index)) {
+        match dataset.read_seeded(index, seed.derive(index)) {
             Ok(item) => {
                 samples.batch.indices.push(index);
                 samples.items.push(item);

@@ -126,48 +126,46 @@ impl<T: Send + 'static> DataLoader<T> {
     }
 
     /// Returns the batch that the plan has next, as a job.
-    fn next_job(&mut self, epoch: Epoch) -> Result<BatchJob> {
-        let planned = self.plan.next_batch(self.n_started)?;
+    fn next_job(&mut self, epoch: Epoch) -> BatchJob {
+        let planned = self.plan.next_batch(self.n_started);
         self.n_started += 1;
         let seed = self.seed.derive(epoch.as_u64());
         let progress = Arc::new(JobProgress::new(Arc::clone(&self.is_cancelled)));
-        Ok(BatchJob { epoch, planned, seed, progress })
+        BatchJob { epoch, planned, seed, progress }
     }
 
-    /// Starts batches until `depth` are pending or all of the epoch are.
-    fn start_batches(&mut self, epoch: Epoch, depth: usize) -> Result<()> {
+    /// Starts batches until enough are pending or all of the epoch are.
+    fn start_batches(&mut self, epoch: Epoch) {
+        let depth = self.workers.depth();
         while self.pending.len() < depth && self.n_started < self.plan.n_batches() {
-            let job = self.next_job(epoch)?;
+            let job = self.next_job(epoch);
             let Some(pool) = &self.pool else { break };
             let (number, progress) = (job.planned.number, Arc::clone(&job.progress));
             let make = Arc::clone(&self.make);
             let result = pool.submit(move || make(job));
             self.pending.push_back(PendingBatch { number, progress, result });
         }
-        Ok(())
     }
 
     /// Makes or waits for the next batch.
     fn make_next(&mut self, epoch: Epoch) -> Result<MadeBatch<T>> {
+        // Before the work, so that a panic or an error is the end of its batch only.
+        self.n_taken += 1;
         if self.pool.is_none() {
             let job = self.next_job(epoch);
-            self.n_taken += 1;
-            return Ok((self.make)(job?));
+            return Ok((self.make)(job));
         }
-        let depth = self.workers.depth();
-        self.start_batches(epoch, depth)?;
-        let next = self.pending.pop_front();
-        // Before the wait, so that a panic or an error is the end of its batch only.
-        self.n_taken += 1;
-        // Refills the queue, so that the workers stay busy while the batch is used.
-        self.start_batches(epoch, depth)?;
+        self.start_batches(epoch);
         #[expect(clippy::expect_used, reason = "the epoch has a batch, so one was started")]
-        let PendingBatch { number, progress, result } = next.expect("a batch is pending");
-        result.wait(self.workers.timeout).ok_or_else(|| Error::Timeout {
+        let next = self.pending.pop_front().expect("a batch is pending");
+        // Refills the queue, so that the workers stay busy while the batch is used.
+        self.start_batches(epoch);
+        let limit = self.workers.timeout;
+        next.result.wait(limit).ok_or_else(|| Error::Timeout {
             epoch: epoch.as_u64(),
-            batch: number,
-            at: progress.describe(),
-            limit: self.workers.timeout.unwrap_or_default(),
+            batch: next.number,
+            at: next.progress.describe(),
+            limit: limit.unwrap_or_default(),
         })
     }
 

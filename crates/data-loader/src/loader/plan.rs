@@ -74,10 +74,10 @@ impl BatchPlan {
     }
 
     /// Returns the `n`-th batch from the position on. Batches must be read in order.
-    pub(crate) fn next_batch(&mut self, n: u64) -> Result<PlannedBatch> {
+    pub(crate) fn next_batch(&mut self, n: u64) -> PlannedBatch {
         match self {
             Self::Fixed(plan) => plan.batch(n),
-            Self::Dynamic(plan) => Ok(plan.next_batch()),
+            Self::Dynamic(plan) => plan.next_batch(),
         }
     }
 
@@ -114,28 +114,28 @@ impl FixedPlan {
         Ok(plan)
     }
 
-    /// Moves to the position of a sampler at the start of an epoch.
+    /// Moves to the position of a sampler at the start of an epoch, which must have batches.
     fn start_at(&mut self, sampler: DistributedSampler) -> Result<()> {
-        let (samples, batch_size) = (sampler.data_set_len(), self.batch_size);
-        let world_size = sampler.placement().world_size();
-        self.move_to(sampler)?;
-        if self.most_samples < if self.drops_last { batch_size } else { 1 } {
-            return Err(Error::NoBatches { samples, batch_size, world_size });
+        let lens = lens_of_ranks(&sampler)?;
+        if lens.iter().all(|&len| self.n_batches_of(len) == 0) {
+            return Err(Error::NoBatches {
+                samples: sampler.data_set_len(),
+                batch_size: self.batch_size,
+                world_size: sampler.placement().world_size(),
+            });
         }
-        Ok(())
+        self.move_to(sampler, &lens)
     }
 
-    /// Moves to the position of a sampler.
-    fn move_to(&mut self, sampler: DistributedSampler) -> Result<()> {
-        let lens = lens_of_ranks(&sampler)?;
-        let n_batches = lens.iter().map(|&len| self.n_batches_of(len));
-        let (fewest, most) =
-            n_batches.fold((u64::MAX, 0), |(fewest, most), n| (fewest.min(n), most.max(n)));
+    /// Moves to the position of a sampler, with the number of samples that each rank has left.
+    fn move_to(&mut self, sampler: DistributedSampler, lens: &[u64]) -> Result<()> {
+        let fewest = lens.iter().map(|&len| self.n_batches_of(len)).min().unwrap_or(0);
+        let most = lens.iter().map(|&len| self.n_batches_of(len)).max().unwrap_or(0);
         if fewest != most && !self.is_uneven {
             return Err(Error::UnevenBatches { fewest, most });
         }
         self.n_batches = self.n_batches_of(sampler.len());
-        self.most_samples = lens.into_iter().max().unwrap_or(0);
+        self.most_samples = lens.iter().copied().max().unwrap_or(0);
         self.sampler = sampler;
         Ok(())
     }
@@ -164,18 +164,20 @@ impl FixedPlan {
         }
         let mut sampler = self.sampler.clone();
         sampler.resume(state)?;
-        self.move_to(sampler)
+        let lens = lens_of_ranks(&sampler)?;
+        self.move_to(sampler, &lens)
     }
 
-    fn batch(&self, n: u64) -> Result<PlannedBatch> {
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
+    fn batch(&self, n: u64) -> PlannedBatch {
         // All batches of an epoch have fewer samples together than 64 bits count.
         let start = n * self.batch_size;
         let end = self.sampler.len().min(start.saturating_add(self.batch_size));
         let entries = (start..end).filter_map(|n| self.sampler.entry(n));
         let (indices, is_padding): (Vec<u64>, Vec<bool>) = entries.unzip();
         let number = self.sampler.state(0).consumed() / self.batch_size + n;
-        let batch = Batch::from_indices(indices, |_| 1)?;
-        Ok(PlannedBatch { number, batch, is_padding, lengths: None })
+        let batch = Batch::from_indices(indices, |_| 1).expect("a row has one token");
+        PlannedBatch { number, batch, is_padding, lengths: None }
     }
 
     fn position(&self, n: u64) -> LoaderPosition {

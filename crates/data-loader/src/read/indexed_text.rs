@@ -69,10 +69,10 @@ impl IndexedText {
         source: impl Into<BoxError>,
     ) -> Error {
         let n_blank = sample.bytes.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
-        let n_blank_lines = count_newlines(&sample.bytes[..n_blank]).unwrap_or(0);
+        let n_blank_lines = count_newlines(&sample.bytes[..n_blank]);
         let known = sample.place.known_position;
         let between = file.reader_at(known).take(sample.place.bytes.start - known);
-        match count_newlines(between) {
+        match count_lines(between) {
             Ok(n_lines) => Error::Line {
                 path: self.path.clone(),
                 line: sample.place.lines_before_known + n_lines + n_blank_lines + 1,
@@ -83,14 +83,18 @@ impl IndexedText {
     }
 }
 
-fn count_newlines(mut source: impl Read) -> io::Result<u64> {
+fn count_newlines(bytes: &[u8]) -> u64 {
+    bytes.iter().filter(|&&byte| byte == b'\n').count() as u64
+}
+
+fn count_lines(mut source: impl Read) -> io::Result<u64> {
     const BUFFER_BYTES: usize = 1 << 16;
     let mut buffer = vec![0; BUFFER_BYTES];
     let mut n_lines = 0;
     loop {
         match source.read(&mut buffer) {
             Ok(0) => return Ok(n_lines),
-            Ok(n) => n_lines += buffer[..n].iter().filter(|&&byte| byte == b'\n').count() as u64,
+            Ok(n) => n_lines += count_newlines(&buffer[..n]),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }

@@ -39,8 +39,8 @@ use crate::{
 /// # let path = folder.path().join("records.jsonl");
 /// std::fs::write(&path, "{\"text\": \"to be\"}\n{\"text\": 7}\n")?;
 /// let records = JsonlDataset::<Record>::open_with(&path, &IndexPlace::Beside)?;
-/// assert_eq!((records.len(), records.get(0)?.text.as_str()), (2, "to be"));
-/// assert!(records.get(1).is_err_and(|error| error.to_string().starts_with("line 2 of")));
+/// assert_eq!((records.len(), records.read(0)?.text.as_str()), (2, "to be"));
+/// assert!(records.read(1).is_err_and(|error| error.to_string().starts_with("line 2 of")));
 /// # Ok::<(), data_loader::BoxError>(())
 /// ```
 pub struct JsonlDataset<T> {
@@ -82,7 +82,7 @@ impl<T: DeserializeOwned + Send + 'static> Dataset for JsonlDataset<T> {
         self.text.index().len()
     }
 
-    fn get(&self, index: u64) -> Result<T, BoxError> {
+    fn read(&self, index: u64) -> Result<T, BoxError> {
         let sample = self.text.read(&self.file, index)?;
         let item = serde_json::from_slice(&sample.bytes);
         Ok(item.map_err(|fault| self.text.invalid_line(&self.file, &sample, fault))?)

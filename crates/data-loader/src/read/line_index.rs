@@ -123,12 +123,7 @@ impl LineIndex {
     }
 
     /// Opens an index file if it belongs to the text.
-    fn open_kept(
-        text: &DataFile,
-        rule: SplitRule,
-        path: &Path,
-        edge_hash: u64,
-    ) -> Option<Self> {
+    fn open_kept(text: &DataFile, rule: SplitRule, path: &Path, edge_hash: u64) -> Option<Self> {
         // Every fault means that the index must be built.
         let file = DataFile::open(path).ok()?;
         let header = file.read(0..HEADER_BYTES as u64).ok()?;
@@ -276,12 +271,7 @@ impl IndexBlock {
     }
 
     /// Decodes a block, or returns `None` if it is corrupt.
-    fn decode(
-        bytes: &[u8],
-        header_checksum: u32,
-        number: u64,
-        n_text_bytes: u64,
-    ) -> Option<Self> {
+    fn decode(bytes: &[u8], header_checksum: u32, number: u64, n_text_bytes: u64) -> Option<Self> {
         let (content, found) = bytes.split_at_checked(bytes.len().checked_sub(CHECKSUM_BYTES)?)?;
         if checksum(content, header_checksum, number).to_le_bytes() != found {
             return None;

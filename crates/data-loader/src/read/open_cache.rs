@@ -42,7 +42,7 @@ impl<T> OpenCache<T> {
         open_once(resource, open)
     }
 
-    /// Like [`get`](Self::get), but returns `None` if another thread is opening the resource.
+    /// Like [`read`](Self::read), but returns `None` if another thread is opening the resource.
     pub(crate) fn try_get<E>(
         &self,
         key: u64,

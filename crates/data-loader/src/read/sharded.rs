@@ -54,7 +54,7 @@ pub trait ShardSource: Send + Sync {
 /// }
 ///
 /// let numbers = ShardedDataset::new(Hundreds, 3)?;
-/// assert_eq!((numbers.len(), numbers.get(612)?), (700, 612));
+/// assert_eq!((numbers.len(), numbers.read(612)?), (700, 612));
 /// # Ok::<(), data_loader::BoxError>(())
 /// ```
 pub struct ShardedDataset<S: ShardSource> {
@@ -113,14 +113,14 @@ impl<S: ShardSource> Dataset for ShardedDataset<S> {
         self.ends.last().copied().unwrap_or(0)
     }
 
-    fn get(&self, index: u64) -> Result<Self::Item, BoxError> {
+    fn read(&self, index: u64) -> Result<Self::Item, BoxError> {
         let (shard, index) = self.shard(index)?;
-        shard.get(index)
+        shard.read(index)
     }
 
-    fn get_seeded(&self, index: u64, seed: Seed) -> Result<Self::Item, BoxError> {
+    fn read_seeded(&self, index: u64, seed: Seed) -> Result<Self::Item, BoxError> {
         let (shard, index) = self.shard(index)?;
-        shard.get_seeded(index, seed)
+        shard.read_seeded(index, seed)
     }
 
     /// Opens the shards of these samples that no other thread is opening, so that workers with the

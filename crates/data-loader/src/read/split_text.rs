@@ -229,7 +229,8 @@ mod tests {
 
     #[test]
     fn boundaries_keep_characters_whole() {
-        for (end, expected) in [("abcd", 11), ("ab\r\n", 10), ("abé", 10), ("a€", 9), ("😀", 8)] {
+        for (end, expected) in [("abcd", 11), ("ab\r\n", 10), ("abé", 10), ("a€", 9), ("😀", 8)]
+        {
             let text = "01234567".to_owned() + end;
             assert_eq!(last_boundary(text.as_bytes()), expected, "{text:?}");
         }

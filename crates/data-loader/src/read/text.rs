@@ -86,11 +86,11 @@ impl TextConfig {
 /// # let path = folder.path().join("poem.txt");
 /// std::fs::write(&path, "to be\nor not\n\nto be")?;
 /// let lines = TextDataset::open(&path)?;
-/// assert_eq!((lines.len(), lines.get(1)?.as_str()), (4, "or not"));
+/// assert_eq!((lines.len(), lines.read(1)?.as_str()), (4, "or not"));
 ///
 /// let config = TextConfig::default().with_unit(TextUnit::Paragraph);
 /// let paragraphs = TextDataset::open_with(&path, &config)?;
-/// assert_eq!((paragraphs.len(), paragraphs.get(0)?.as_str()), (2, "to be\nor not"));
+/// assert_eq!((paragraphs.len(), paragraphs.read(0)?.as_str()), (2, "to be\nor not"));
 /// # Ok::<(), data_loader::BoxError>(())
 /// ```
 #[derive(Clone, Debug)]
@@ -136,11 +136,8 @@ impl TextDataset {
             let expected = "in memory or beside the files of a folder";
             return Err(Error::setting("the place of the index", "one file", expected));
         }
-        let rule = SplitRule {
-            unit: config.unit,
-            skips_blank_lines: false,
-            max_bytes: config.max_bytes,
-        };
+        let rule =
+            SplitRule { unit: config.unit, skips_blank_lines: false, max_bytes: config.max_bytes };
         let mut texts = Vec::new();
         let mut ends = Vec::new();
         let mut end = 0_u64;
@@ -166,9 +163,8 @@ fn list_files(path: &Path) -> Result<Vec<PathBuf>> {
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(&folder).map_err(Error::io(&folder))? {
             let path = entry.map_err(Error::io(&folder))?.path();
-            let is_hidden = path.file_name().is_some_and(|name| {
-                name.as_encoded_bytes().starts_with(b".")
-            });
+            let is_hidden =
+                path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
             let is_index = path.extension().is_some_and(|end| end == INDEX_EXTENSION);
             match path.is_dir() {
                 _ if is_hidden || is_index => {}
@@ -222,7 +218,7 @@ impl Dataset for TextDataset {
         self.files.ends.last().copied().unwrap_or(0)
     }
 
-    fn get(&self, index: u64) -> Result<String, BoxError> {
+    fn read(&self, index: u64) -> Result<String, BoxError> {
         Ok(self.files.read(index)?)
     }
 

@@ -54,7 +54,7 @@ impl TokenType {
 /// let bytes: Vec<u8> = (0..10_u16).flat_map(u16::to_le_bytes).collect();
 /// std::fs::write(&path, bytes)?;
 /// let blocks = TokenDataset::open(&path, TokenType::U16, 5)?.stride(4)?;
-/// assert_eq!((blocks.len(), blocks.get(1)?), (2, vec![4, 5, 6, 7, 8]));
+/// assert_eq!((blocks.len(), blocks.read(1)?), (2, vec![4, 5, 6, 7, 8]));
 /// # Ok::<(), data_loader::BoxError>(())
 /// ```
 #[derive(Debug)]
@@ -154,7 +154,7 @@ impl Dataset for TokenDataset {
         }
     }
 
-    fn get(&self, index: u64) -> Result<Vec<u32>, BoxError> {
+    fn read(&self, index: u64) -> Result<Vec<u32>, BoxError> {
         let len = self.len();
         if index >= len {
             return Err(Error::IndexOutOfRange { index, len }.into());

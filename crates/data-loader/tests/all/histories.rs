@@ -113,10 +113,9 @@ impl History {
                 .batch_size(*size)
                 .drop_last(*drops_last)
                 .sampler(self.sampler(order, *tail, place)),
-            BatchKind::Planned { lengths, config } => builder
-                .batches(config.clone(), lengths.clone())
-                .shuffle(self.seed)
-                .placement(place),
+            BatchKind::Planned { lengths, config } => {
+                builder.batches(config.clone(), lengths.clone()).shuffle(self.seed).placement(place)
+            }
         }
     }
 
@@ -126,8 +125,14 @@ impl History {
         match self.dataset {
             0 => Box::new((0..n).collect::<Vec<u64>>()),
             1 => Box::new(concat([(0..n / 3).collect::<Vec<u64>>(), (n / 3..n).collect()])),
-            2 => Box::new((0..n).rev().collect::<Vec<u64>>().map(move |index| Ok(n - 1 - index))
-                .subset((0..n).rev().collect()).map(move |index| Ok(n - 1 - index))),
+            2 => Box::new(
+                (0..n)
+                    .rev()
+                    .collect::<Vec<u64>>()
+                    .map(move |index| Ok(n - 1 - index))
+                    .subset((0..n).rev().collect())
+                    .map(move |index| Ok(n - 1 - index)),
+            ),
             _ => Box::new(ShardedDataset::new(Sevens(n), 3).unwrap()),
         }
     }
@@ -182,10 +187,16 @@ struct Reads {
 
 impl Reads {
     fn add(&mut self, indices: &[u64], is_padding: &[bool]) {
-        for (&index, _) in indices.iter().zip(is_padding).filter(|(_, is_padding)| !**is_padding) {
+        for (&index, &is_padding) in indices.iter().zip(is_padding) {
+            if is_padding {
+                continue;
+            }
             let times = self.seen.entry(index).or_default();
             *times += 1;
-            assert!(*times <= self.expected.get(&index).copied().unwrap_or(0), "{index} is read again");
+            assert!(
+                *times <= self.expected.get(&index).copied().unwrap_or(0),
+                "{index} is read again"
+            );
         }
     }
 
@@ -195,7 +206,7 @@ impl Reads {
 }
 
 /// Runs one history, and checks the law.
-pub fn check_history(number: u64) {
+pub(crate) fn check_history(number: u64) {
     let mut dice = Dice { seed: Seed::new(number), n_drawn: 0 };
     let history = History::draw(&mut dice);
     let mut reads = Reads { expected: history.expected_reads(), seen: BTreeMap::new() };
@@ -230,7 +241,8 @@ fn run_world(
     for rank in 0..world_size {
         let place = Placement::new(rank, world_size).unwrap();
         let (n_workers, depth) = (dice.below(5), 1 + dice.below(3));
-        let (n_workers, depth) = (usize::try_from(n_workers).unwrap(), usize::try_from(depth).unwrap());
+        let (n_workers, depth) =
+            (usize::try_from(n_workers).unwrap(), usize::try_from(depth).unwrap());
         let mut loader = start(history, place, n_workers, depth, state)?;
         let mut alone = start(history, place, 0, 1, state)?;
         assert_eq!(loader.len(), alone.len());

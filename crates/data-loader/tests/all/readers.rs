@@ -24,7 +24,7 @@ fn write(folder: &TempDir, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
 }
 
 fn all<D: Dataset>(dataset: &D) -> Vec<D::Item> {
-    dataset.iter().map(Result::unwrap).collect()
+    dataset.samples().map(Result::unwrap).collect()
 }
 
 fn error_of<T: std::fmt::Debug>(result: Result<T, BoxError>) -> Error {
@@ -141,10 +141,10 @@ fn invalid_utf8_names_its_line() {
     text.extend(b"\xff\n");
     let path = write(&folder, "text.txt", text);
     let dataset = TextDataset::open(&path).unwrap();
-    let error = error_of(dataset.get(5000));
+    let error = error_of(dataset.read(5000));
     assert!(matches!(error, Error::Line { line: 5001, .. }), "{error}");
-    assert_eq!(dataset.get(4999).unwrap(), "line");
-    assert!(matches!(error_of(dataset.get(5001)), Error::IndexOutOfRange { len: 5001, .. }));
+    assert_eq!(dataset.read(4999).unwrap(), "line");
+    assert!(matches!(error_of(dataset.read(5001)), Error::IndexOutOfRange { len: 5001, .. }));
 }
 
 #[test]
@@ -166,8 +166,8 @@ fn json_lines_skip_blank_lines() {
     let path = write(&folder, "a.jsonl", "\u{feff}1\n\n \r\n2\r\n\"three\"\n\n4\n\n\n");
     let dataset = JsonlDataset::<u32>::open(&path).unwrap();
     assert_eq!(dataset.len(), 4);
-    assert_eq!([0, 1, 3].map(|n| dataset.get(n).unwrap()), [1, 2, 4]);
-    match error_of(dataset.get(2)) {
+    assert_eq!([0, 1, 3].map(|n| dataset.read(n).unwrap()), [1, 2, 4]);
+    match error_of(dataset.read(2)) {
         Error::Line { path: found, line: 5, source } => {
             assert_eq!(found, path);
             assert!(source.to_string().starts_with("invalid type"), "{source}");
@@ -176,7 +176,7 @@ fn json_lines_skip_blank_lines() {
     }
     let path = write(&folder, "cut.jsonl", "[1, 2]\n\n[3,");
     let dataset = JsonlDataset::<Vec<u32>>::open(&path).unwrap();
-    assert!(matches!(error_of(dataset.get(1)), Error::Line { line: 3, .. }));
+    assert!(matches!(error_of(dataset.read(1)), Error::Line { line: 3, .. }));
 }
 
 /// A file of `n` lines, and its kept index.
@@ -200,7 +200,7 @@ fn index_takes_four_bytes_a_line() {
     assert!(index.metadata().unwrap().len() < 20_000 * 42 / 10);
     let kept = open_kept(&path);
     assert_eq!(kept.len(), 20_000);
-    assert!((0..20_000).all(|n| kept.get(n).unwrap() == n));
+    assert!((0..20_000).all(|n| kept.read(n).unwrap() == n));
 }
 
 #[test]
@@ -208,16 +208,18 @@ fn unfit_index_is_built_anew() {
     let folder = TempDir::new().unwrap();
     let (path, index) = indexed_lines(&folder, 5000);
     let valid = fs::read(&index).unwrap();
-    let mut variants: Vec<Vec<u8>> = (0..72).map(|at| {
-        let mut bytes = valid.clone();
-        bytes[at] ^= 1;
-        bytes
-    }).collect();
+    let mut variants: Vec<Vec<u8>> = (0..72)
+        .map(|at| {
+            let mut bytes = valid.clone();
+            bytes[at] ^= 1;
+            bytes
+        })
+        .collect();
     variants.extend([0, 7, 71, 72, 100, valid.len() - 1].map(|len| valid[..len].to_vec()));
     variants.push([&valid[..], b"x"].concat());
     for bytes in variants {
         fs::write(&index, &bytes).unwrap();
-        assert!((0..5000).step_by(499).all(|n| open_kept(&path).get(n).unwrap() == n));
+        assert!((0..5000).step_by(499).all(|n| open_kept(&path).read(n).unwrap() == n));
         assert_eq!(fs::read(&index).unwrap(), valid);
     }
     // Another rule, another content and another time of the file.
@@ -242,13 +244,13 @@ fn corrupt_index_blocks_are_errors() {
     bytes[last] ^= 64;
     fs::write(&index, bytes).unwrap();
     let kept = open_kept(&path);
-    assert_eq!([0, 8191].map(|n| kept.get(n).unwrap()), [0, 8191], "other blocks are valid");
+    assert_eq!([0, 8191].map(|n| kept.read(n).unwrap()), [0, 8191], "other blocks are valid");
     for n in [8192, 8999] {
-        let error = error_of(kept.get(n));
+        let error = error_of(kept.read(n));
         assert!(matches!(error, Error::CorruptIndex { block: 2, .. }), "{error}");
     }
     fs::remove_file(&index).unwrap();
-    let error = error_of(open_kept(&path).get(8192).and(kept.get(8192)));
+    let error = error_of(open_kept(&path).read(8192).and(kept.read(8192)));
     assert!(matches!(error, Error::CorruptIndex { .. }), "{error}");
 }
 
@@ -273,12 +275,15 @@ fn check_change<D: Dataset<Item: std::fmt::Debug>>(path: &Path, dataset: &D) {
             File::options().write(true).open(path).unwrap().set_modified(later).unwrap();
         },
     ];
-    assert!(dataset.get(0).is_ok());
+    assert!(dataset.read(0).is_ok());
     for change in changes {
         change();
         for index in [0, dataset.len() - 1] {
-            let error = error_of(dataset.get(index));
-            assert!(matches!(&error, Error::FileChanged { path: found, .. } if found == path), "{error}");
+            let error = error_of(dataset.read(index));
+            assert!(
+                matches!(&error, Error::FileChanged { path: found, .. } if found == path),
+                "{error}"
+            );
         }
     }
 }
@@ -315,19 +320,21 @@ fn rows_and_windows_equal_slices() {
     let path = write(&folder, "a.npy", npy(NpyDtype::F32, &[10, 2, 3], &data));
     let rows = NpyDataset::<f32>::open(&path).unwrap();
     assert_eq!(rows.len(), 10);
-    let row = rows.get(3).unwrap();
+    let row = rows.read(3).unwrap();
     assert_eq!((row.shape, &row.values[..]), (vec![2, 3], &values[18..24]));
     for (length, stride) in [(1, 1), (4, 1), (4, 3), (10, 1), (3, 20)] {
         let windows = NpyDataset::<f32>::open(&path).unwrap().windows(length, stride).unwrap();
-        let starts: Vec<u64> = (0..=10 - length).step_by(usize::try_from(stride).unwrap()).collect();
+        let starts: Vec<u64> =
+            (0..=10 - length).step_by(usize::try_from(stride).unwrap()).collect();
         assert_eq!(windows.len(), starts.len() as u64);
         for (n, start) in (0..).zip(starts) {
-            let window = windows.get(n).unwrap();
+            let window = windows.read(n).unwrap();
             assert_eq!(window.shape, [usize::try_from(length).unwrap(), 2, 3]);
-            let range = usize::try_from(start * 6).unwrap()..usize::try_from((start + length) * 6).unwrap();
+            let range =
+                usize::try_from(start * 6).unwrap()..usize::try_from((start + length) * 6).unwrap();
             assert_eq!(window.values, values[range]);
         }
-        assert!(matches!(error_of(windows.get(windows.len())), Error::IndexOutOfRange { .. }));
+        assert!(matches!(error_of(windows.read(windows.len())), Error::IndexOutOfRange { .. }));
     }
     let windows = |length, stride| NpyDataset::<f32>::open(&path).unwrap().windows(length, stride);
     assert_eq!(windows(11, 1).unwrap().len(), 0);
@@ -343,12 +350,12 @@ fn numbers_convert_when_asked() {
     let reals = NpyDataset::<f32>::open_as(&path).unwrap();
     assert_eq!(all(&reals).into_iter().flat_map(|row| row.values).collect::<Vec<_>>(), [5., -2.]);
     let unsigned = NpyDataset::<u64>::open_as(&path).unwrap();
-    assert_eq!(unsigned.get(0).unwrap().values, [5]);
-    let error = unsigned.get(1).unwrap_err().to_string();
+    assert_eq!(unsigned.read(0).unwrap().values, [5]);
+    let error = unsigned.read(1).unwrap_err().to_string();
     assert!(error.starts_with("-2 in ") && error.ends_with("is no <u8"), "{error}");
     let path = write(&folder, "b.npy", npy(NpyDtype::F64, &[1], &1.5_f64.to_le_bytes()));
     assert!(matches!(fault_of(NpyDataset::<i8>::open_as(&path)), NpyFault::DtypeMismatch { .. }));
-    assert_eq!(NpyDataset::<f32>::open_as(&path).unwrap().get(0).unwrap().values, [1.5]);
+    assert_eq!(NpyDataset::<f32>::open_as(&path).unwrap().read(0).unwrap().values, [1.5]);
 }
 
 /// An array file with this header text.
@@ -369,7 +376,8 @@ fn hostile_arrays_are_rejected() {
     let wrong_shape: Check = |fault| matches!(fault, NpyFault::InvalidShape { .. });
     let wrong_length: Check = |fault| matches!(fault, NpyFault::LengthMismatch { .. });
     let wrong_dtype: Check = |fault| matches!(fault, NpyFault::DtypeMismatch { .. });
-    let too_long: Check = |fault| matches!(fault, NpyFault::HeaderTooLong { bytes: 0xffff_ffff, .. });
+    let too_long: Check =
+        |fault| matches!(fault, NpyFault::HeaderTooLong { bytes: 0xffff_ffff, .. });
     let valid = dictionary("'<f4'", "False", "(2,)");
     let folder = TempDir::new().unwrap();
     for (bytes, check) in [
@@ -419,11 +427,11 @@ fn numbers_beyond_4_gib_are_read() {
     file.seek(SeekFrom::Start(header.len() as u64 + n_rows - 3)).unwrap();
     file.write_all(&[7, 8, 9]).unwrap();
     let rows = NpyDataset::<u8>::open(&path).unwrap();
-    assert_eq!(rows.get(n_rows - 2).unwrap().values, [8]);
+    assert_eq!(rows.read(n_rows - 2).unwrap().values, [8]);
     // The same bytes as tokens.
     let skipped = header.len() as u64;
     let tokens = TokenDataset::open(&path, TokenType::U8, 3).unwrap().stride(1).unwrap();
-    assert_eq!(tokens.get(skipped + n_rows - 3).unwrap(), [7, 8, 9]);
+    assert_eq!(tokens.read(skipped + n_rows - 3).unwrap(), [7, 8, 9]);
 }
 
 #[test]
@@ -433,7 +441,8 @@ fn token_blocks_equal_slices() {
     let narrow: Vec<u8> =
         tokens.iter().flat_map(|&n| u16::try_from(n).unwrap().to_le_bytes()).collect();
     let wide: Vec<u8> = tokens.iter().flat_map(|n| n.to_le_bytes()).collect();
-    let header = |code| [b"LITPKDS".to_vec(), vec![1, 0, 0, 0, 0, 0, 0, 0, code], vec![0; 8]].concat();
+    let header =
+        |code| [b"LITPKDS".to_vec(), vec![1, 0, 0, 0, 0, 0, 0, 0, code], vec![0; 8]].concat();
     for (token_type, bytes) in [
         (TokenType::U16, narrow.clone()),
         (TokenType::U32, wide.clone()),
@@ -452,7 +461,9 @@ fn token_blocks_equal_slices() {
         assert!(matches!(open(0), Err(Error::Setting { .. })));
         assert!(matches!(open(5).unwrap().stride(0), Err(Error::Setting { .. })));
     }
-    for bytes in [narrow[..5].to_vec(), header(4), header(8)[..20].to_vec(), b"LITPKDS\x02".to_vec()] {
+    for bytes in
+        [narrow[..5].to_vec(), header(4), header(8)[..20].to_vec(), b"LITPKDS\x02".to_vec()]
+    {
         let path = write(&folder, "b.bin", bytes);
         let error = TokenDataset::open(&path, TokenType::U16, 1).unwrap_err();
         assert!(matches!(error, Error::Tokens { .. }), "{error}");

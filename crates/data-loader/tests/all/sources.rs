@@ -13,21 +13,21 @@ use core_types::Seed;
 use data_loader::{BoxError, Dataset, Error, ShardSource, ShardedDataset, concat, measure};
 
 fn all<D: Dataset>(dataset: &D) -> Vec<D::Item> {
-    dataset.iter().map(Result::unwrap).collect()
+    dataset.samples().map(Result::unwrap).collect()
 }
 
 #[test]
 fn adaptors_equal_iterators() {
     let numbers: Vec<u64> = (0..10).collect();
-    let slice: Arc<[u64]> = numbers.clone().into();
+    let shared = Arc::new(numbers.clone());
     let boxed: Box<dyn Dataset<Item = u64>> = Box::new(numbers.clone());
-    assert_eq!(all(&slice), numbers);
+    assert_eq!(all(&shared), numbers);
     assert_eq!(all(&&numbers), numbers);
     assert_eq!(all(&boxed), numbers);
     assert_eq!(all(&boxed.map(|n| Ok(n * 2)).subset(vec![3, 3, 9])), [6, 6, 18]);
     let parts = concat([numbers.clone(), Vec::new(), vec![100]]);
     assert_eq!(all(&parts)[9..], [9, 100]);
-    for error in [parts.get(11), numbers.get(10), numbers.clone().subset(vec![10]).get(0)] {
+    for error in [parts.read(11), numbers.read(10), numbers.clone().subset(vec![10]).read(0)] {
         let error = error.unwrap_err().downcast::<Error>().unwrap();
         assert!(matches!(*error, Error::IndexOutOfRange { .. }), "{error}");
     }
@@ -38,7 +38,7 @@ fn adaptors_equal_iterators() {
 fn splits_are_disjoint_and_random() {
     let split = |seed| {
         let numbers: Vec<u64> = (0..1000).collect();
-        let parts = numbers.split(&[0.7, 0.2, 0.1], Seed::new(seed)).unwrap();
+        let parts = numbers.random_split(&[0.7, 0.2, 0.1], Seed::new(seed)).unwrap();
         parts.iter().map(all).collect::<Vec<_>>()
     };
     let parts = split(1);
@@ -49,7 +49,7 @@ fn splits_are_disjoint_and_random() {
     assert_eq!(whole, (0..1000).collect::<Vec<_>>());
     assert_eq!(split(1), parts);
     assert_ne!(split(2), parts);
-    assert!(matches!(vec![1].split(&[0.9, 0.2], Seed::new(1)), Err(Error::Setting { .. })));
+    assert!(matches!(vec![1].random_split(&[0.9, 0.2], Seed::new(1)), Err(Error::Setting { .. })));
 }
 
 #[test]
@@ -75,7 +75,8 @@ fn measured_lengths_keep_their_order() {
     for threads in 1..5 {
         assert_eq!(measure(&texts, threads, |text| text.len() as u64).unwrap(), expected);
     }
-    let failing = texts.clone().map(|text| if text.len() > 50 { Err("long".into()) } else { Ok(0) });
+    let failing =
+        texts.clone().map(|text| if text.len() > 50 { Err("long".into()) } else { Ok(0) });
     let error = measure(&failing, 3, |n| *n).unwrap_err();
     assert!(matches!(error, Error::Sample { index: 51, .. }), "{error}");
     assert!(matches!(measure(&texts, 0, |_| 1), Err(Error::Setting { .. })));
@@ -92,7 +93,7 @@ fn fingerprints_tell_contents_apart() {
             3
         }
 
-        fn get(&self, index: u64) -> Result<u64, BoxError> {
+        fn read(&self, index: u64) -> Result<u64, BoxError> {
             Ok(index)
         }
 
@@ -149,7 +150,7 @@ impl Dataset for CountedShard {
         SHARD_LEN
     }
 
-    fn get(&self, index: u64) -> Result<u64, BoxError> {
+    fn read(&self, index: u64) -> Result<u64, BoxError> {
         Ok(self.start + index)
     }
 }
@@ -171,7 +172,7 @@ fn least_recently_used_shard_is_closed() {
     let dataset = ShardedDataset::new(Arc::clone(&counts), 3).unwrap();
     assert_eq!(dataset.len(), 200);
     for shard in [0, 1, 2, 0, 3, 0, 2, 1] {
-        assert_eq!(dataset.get(shard * 10 + 4).unwrap(), shard * 10 + 4);
+        assert_eq!(dataset.read(shard * 10 + 4).unwrap(), shard * 10 + 4);
     }
     // 3 closes 1, and 1 closes 3.
     assert_eq!(openings(&counts), [0, 1, 2, 3, 1]);
@@ -179,7 +180,7 @@ fn least_recently_used_shard_is_closed() {
     dataset.prefetch(&[41, 42, 59, 0, 131]);
     assert_eq!(openings(&counts), [4, 5], "0 is open, and 13 is the fourth");
     for _ in 0..2 {
-        assert_eq!(dataset.get(130).unwrap_err().to_string(), "shard 13 is missing");
+        assert_eq!(dataset.read(130).unwrap_err().to_string(), "shard 13 is missing");
     }
     assert_eq!(openings(&counts), [13, 13]);
     drop(dataset);
@@ -197,7 +198,7 @@ fn one_thread_opens_a_shard() {
             scope.spawn(move || {
                 barrier.wait();
                 for n in 0..40 {
-                    assert_eq!(dataset.get(n).unwrap(), n, "thread {thread}");
+                    assert_eq!(dataset.read(n).unwrap(), n, "thread {thread}");
                 }
             });
         }
@@ -223,9 +224,12 @@ fn panic_while_opening_is_no_end() {
         }
     }
     let dataset = ShardedDataset::new(PanicsOnce(AtomicU64::new(0)), 1).unwrap();
-    assert!(catch_unwind(AssertUnwindSafe(|| dataset.get(0))).is_err());
-    assert_eq!(dataset.get(0).unwrap(), 9);
-    let error = dataset.get(2).unwrap_err().downcast::<Error>().unwrap();
+    assert!(catch_unwind(AssertUnwindSafe(|| dataset.read(0))).is_err());
+    assert_eq!(dataset.read(0).unwrap(), 9);
+    let error = dataset.read(2).unwrap_err().downcast::<Error>().unwrap();
     assert!(matches!(*error, Error::LengthMismatch { found: 7, expected: 3, .. }), "{error}");
-    assert!(matches!(ShardedDataset::new(PanicsOnce(AtomicU64::new(0)), 0), Err(Error::Setting { .. })));
+    assert!(matches!(
+        ShardedDataset::new(PanicsOnce(AtomicU64::new(0)), 0),
+        Err(Error::Setting { .. })
+    ));
 }

@@ -45,7 +45,7 @@ impl Dataset for Counting {
         self.n
     }
 
-    fn get(&self, index: u64) -> Result<u64, BoxError> {
+    fn read(&self, index: u64) -> Result<u64, BoxError> {
         *self.n_read.0.lock().unwrap() += 1;
         self.n_read.1.notify_all();
         Ok(index)
@@ -87,14 +87,16 @@ fn state_resumes_on_any_world() {
             let mut seen = BTreeMap::new();
             let mut states = Vec::new();
             for place in world(from) {
-                let mut loader = builder(240).placement(place).num_workers(2).collate(items).unwrap();
+                let mut loader =
+                    builder(240).placement(place).num_workers(2).collate(items).unwrap();
                 loader.set_epoch(Epoch::new(1)).unwrap();
                 loader.by_ref().take(n_taken).for_each(|batch| count(&mut seen, batch.unwrap()));
                 states.push(through_json(&loader.state_dict()));
             }
             assert!(states.iter().all(|state| *state == states[0]));
             for place in world(to) {
-                let mut loader = builder(240).placement(place).num_workers(1).collate(items).unwrap();
+                let mut loader =
+                    builder(240).placement(place).num_workers(1).collate(items).unwrap();
                 loader.load_state_dict(&states[0]).unwrap();
                 // A loop that sets its first epoch does not begin it anew.
                 loader.set_epoch(Epoch::new(1)).unwrap();
@@ -143,7 +145,10 @@ fn state_of_other_loaders_is_rejected() {
     for (other, expected) in [
         (state(builder(101)), "sampler state has data set length 101, the sampler has 100"),
         (state(builder(100).batch_size(6)), "loader state has batch size 6, the loader has 5"),
-        (state(planned), "loader state has batches planned by lengths, the loader has of a fixed size"),
+        (
+            state(planned),
+            "loader state has batches planned by lengths, the loader has of a fixed size",
+        ),
         (state(builder(100).shuffle(Seed::new(4))), "sampler state has seed "),
     ] {
         let error = loader.load_state_dict(&other).unwrap_err().to_string();

@@ -70,7 +70,8 @@ impl NpyDtype {
             Self::U8 | Self::U16 | Self::U32 | Self::U64 => NpyNumber::Unsigned(number),
             Self::I8 | Self::I16 | Self::I32 | Self::I64 => {
                 let unused_bits = 8 * (bytes.len() - self.n_bytes());
-                NpyNumber::Signed((number << unused_bits).cast_signed() >> unused_bits)
+                #[expect(clippy::cast_possible_wrap, reason = "the bits are a signed number")]
+                NpyNumber::Signed((number << unused_bits) as i64 >> unused_bits)
             }
             Self::F32 => {
                 let [a, b, c, d, ..] = bytes;
@@ -91,7 +92,10 @@ impl fmt::Display for NpyDtype {
 
 /// A number of any type.
 #[derive(Clone, Copy, Debug, PartialEq)]
-#[expect(clippy::exhaustive_enums, reason = "all numbers of the supported types are of these kinds")]
+#[expect(
+    clippy::exhaustive_enums,
+    reason = "all numbers of the supported types are of these kinds"
+)]
 pub enum NpyNumber {
     /// Signed integer.
     Signed(i64),
@@ -126,6 +130,7 @@ pub trait NpyElement: Copy + Send + Sync + fmt::Debug + 'static + private::Seale
 }
 
 mod private {
+    #[expect(unnameable_types, reason = "no other crate may implement it")]
     pub trait Sealed {}
 }
 
@@ -158,7 +163,7 @@ elements! {
     u16, U16, number => integer(number);
     u32, U32, number => integer(number);
     u64, U64, number => integer(number);
-    f32, F32, number => Some(real(number) as f32);
+    f32, F32, number => Some(round(real(number)));
     f64, F64, number => Some(real(number));
 }
 
@@ -176,4 +181,9 @@ fn real(number: NpyNumber) -> f64 {
         NpyNumber::Unsigned(number) => number as f64,
         NpyNumber::Real(number) => number,
     }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "conversions to real numbers round")]
+fn round(number: f64) -> f32 {
+    number as f32
 }

@@ -2,10 +2,7 @@
 //!
 //! The format: <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>.
 
-use std::{
-    fmt,
-    io::{self, ErrorKind, Read},
-};
+use std::io::{self, ErrorKind, Read};
 
 use crate::{error::NpyFault, read::npy::dtype::NpyDtype};
 
@@ -81,7 +78,8 @@ impl NpyHeader {
 
         let sizes: String = self.shape.iter().map(|size| size.to_string() + ",").collect();
         let dtype = self.dtype;
-        let mut text = format!("{{'descr': '{dtype}', 'fortran_order': False, 'shape': ({sizes}), }}");
+        let mut text =
+            format!("{{'descr': '{dtype}', 'fortran_order': False, 'shape': ({sizes}), }}");
         let n_bytes = (BEFORE_TEXT + text.len() + 1).next_multiple_of(ALIGNMENT) - BEFORE_TEXT;
         text.extend(std::iter::repeat_n(' ', n_bytes - 1 - text.len()));
         text.push('\n');
@@ -165,10 +163,4 @@ fn invalid_header(text: &str) -> NpyFault {
 fn shorten(text: &str) -> String {
     const MAX_CHARS: usize = 200;
     text.trim_end().chars().take(MAX_CHARS).flat_map(char::escape_debug).collect()
-}
-
-impl fmt::Display for NpyHeader {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}{:?}", self.dtype, self.shape)
-    }
 }

@@ -49,7 +49,7 @@ pub struct NumberArray<T> {
 /// std::fs::write(&path, file)?;
 ///
 /// let windows = NpyDataset::<f32>::open(&path)?.windows(3, 2)?;
-/// let window = windows.get(1)?;
+/// let window = windows.read(1)?;
 /// assert_eq!((windows.len(), window.shape), (2, vec![3, 2]));
 /// assert_eq!(window.values, [4., 5., 6., 7., 8., 9.]);
 /// # Ok::<(), data_loader::BoxError>(())
@@ -210,7 +210,7 @@ impl<T: NpyElement> Dataset for NpyDataset<T> {
         }
     }
 
-    fn get(&self, index: u64) -> Result<NumberArray<T>, BoxError> {
+    fn read(&self, index: u64) -> Result<NumberArray<T>, BoxError> {
         let len = self.len();
         if index >= len {
             return Err(Error::IndexOutOfRange { index, len }.into());
@@ -228,7 +228,8 @@ impl<T: NpyElement> Dataset for NpyDataset<T> {
     }
 
     fn fingerprint(&self) -> Option<u64> {
-        let WindowShape { length, stride } = self.window.unwrap_or(WindowShape { length: 0, stride: 0 });
+        let WindowShape { length, stride } =
+            self.window.unwrap_or(WindowShape { length: 0, stride: 0 });
         let mut fingerprint = Fingerprint::new();
         fingerprint.extend([self.file.edge_hash().ok()?, length, stride]);
         Some(fingerprint.finish())
