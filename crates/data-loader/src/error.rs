@@ -209,9 +209,12 @@ pub enum Error {
 }
 
 /// The reason why a NumPy array cannot be read.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NpyFault {
+    /// The header cannot be read.
+    #[error("failed to read its header")]
+    Io(#[from] io::Error),
     /// The file has no header of version 1, 2 or 3.
     #[error("it has no NumPy header of version 1, 2 or 3")]
     NoHeader,

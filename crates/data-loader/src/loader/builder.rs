@@ -1,6 +1,6 @@
 //! The settings of a loader.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{collections::VecDeque, fmt, sync::Arc, time::Duration};
 
 use core_types::{Placement, Seed};
 use dist_sampler::{DistributedSampler, Order, Partition, SamplerConfig, Tail};
@@ -11,9 +11,9 @@ use crate::{
     error::{BoxError, Error, Result},
     loader::{
         DataLoader,
-        fetch::{MakeBatch, SampleBatch, make_batch},
+        fetch::{SampleBatch, make_batch},
         plan::{BatchPlan, DynamicPlan, FixedPlan, SharedLengths},
-        skipped::OnError,
+        skipped::{OnError, SkippedSamples},
     },
     queue::pool::WorkerPool,
 };
@@ -175,58 +175,66 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     {
         self.check()?;
         let sampler = self.make_sampler()?;
-        let seed = self.seed.unwrap_or(sampler.config().seed).derive(SAMPLE_STREAM);
+        let sample_seed = self.seed.unwrap_or(sampler.config().seed).derive(SAMPLE_STREAM);
         let fingerprint = self.dataset.fingerprint();
-        let Self { dataset, on_error, workers, batches, step_config, seed: shuffle, .. } = self;
-        let plan = match batches {
+        let Self { dataset, on_error, workers, batches, step_config, seed, .. } = self;
+        let plan: Box<dyn BatchPlan> = match batches {
             None => {
                 let batch_size = self.batch_size.unwrap_or(1);
-                let plan = FixedPlan::new(sampler, batch_size, self.drops_last, self.is_uneven)?;
-                BatchPlan::Fixed(plan)
+                Box::new(FixedPlan::new(sampler, batch_size, self.drops_last, self.is_uneven)?)
             }
             Some((config, lengths)) => {
-                let shuffle = shuffle.map(|seed| seed.derive(BATCH_STREAM));
                 let default = DistributedConfig::default();
-                let default = shuffle.map_or(default, |seed| default.with_shuffle(seed));
+                let default =
+                    seed.map_or(default, |seed| default.with_shuffle(seed.derive(BATCH_STREAM)));
                 let step_config = step_config.unwrap_or(default);
-                let plan = DynamicPlan::new(sampler, lengths, config, step_config)?;
-                BatchPlan::Dynamic(Box::new(plan))
+                Box::new(DynamicPlan::new(sampler, lengths, config, step_config)?)
             }
         };
-        let make: Arc<MakeBatch<T>> = Arc::new(move |job| make_batch(&dataset, on_error, &f, job));
-        let pool = workers.start()?;
-        Ok(DataLoader::new(plan, make, pool, workers, on_error, seed, fingerprint))
+        Ok(DataLoader {
+            plan,
+            epoch: None,
+            n_taken: 0,
+            n_started: 0,
+            pending: VecDeque::new(),
+            is_cancelled: Arc::default(),
+            make: Arc::new(move |job| make_batch(&dataset, on_error, &f, job)),
+            pool: workers.start()?,
+            workers,
+            on_error,
+            skipped: SkippedSamples::default(),
+            seed: sample_seed,
+            fingerprint,
+        })
     }
 
     /// Checks settings that need nothing else.
     fn check(&self) -> Result<()> {
         let WorkerSettings { n_workers, prefetch_factor, timeout } = self.workers;
-        let checks = [
-            (self.batch_size != Some(0), "the batch size", "at least 1"),
-            (n_workers == 0 || prefetch_factor > 0, "the prefetch factor", "at least 1"),
-        ];
-        for (is_valid, name, expected) in checks {
-            if !is_valid {
-                return Err(Error::setting(name, &0, expected));
+        let is_planned = self.batches.is_some();
+        let without_lengths = "unset if batches are planned by lengths";
+        for (is_invalid, name, value, expected) in [
+            (self.batch_size == Some(0), "the batch size", "0", "at least 1"),
+            (n_workers > 0 && prefetch_factor == 0, "the prefetch factor", "0", "at least 1"),
+            (is_planned && self.batch_size.is_some(), "the batch size", "set", without_lengths),
+            (is_planned && self.drops_last, "`drop_last`", "set", without_lengths),
+            (
+                !is_planned && self.step_config.is_some(),
+                "`steps`",
+                "set",
+                "unset without `batches`",
+            ),
+            (
+                self.sampler.is_some() && self.seed.is_some(),
+                "`shuffle`",
+                "set",
+                "unset with a sampler",
+            ),
+            (timeout.is_some() && n_workers == 0, "`timeout`", "set", "unset without workers"),
+        ] {
+            if is_invalid {
+                return Err(Error::setting(name, value, expected));
             }
-        }
-        let conflicts = [
-            (self.batches.is_some() && self.batch_size.is_some(), "the batch size"),
-            (self.batches.is_some() && self.drops_last, "`drop_last`"),
-        ];
-        for (is_conflict, name) in conflicts {
-            if is_conflict {
-                return Err(Error::setting(name, "set", "unset if batches are planned by lengths"));
-            }
-        }
-        if self.batches.is_none() && self.step_config.is_some() {
-            return Err(Error::setting("`steps`", "set", "unset without planned batches"));
-        }
-        if self.sampler.is_some() && self.seed.is_some() {
-            return Err(Error::setting("`shuffle`", "set", "unset if there is a sampler"));
-        }
-        if timeout.is_some() && n_workers == 0 {
-            return Err(Error::setting("`timeout`", "set", "unset without workers"));
         }
         Ok(())
     }
@@ -276,11 +284,6 @@ impl WorkerSettings {
 
 impl<D> fmt::Debug for LoaderBuilder<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LoaderBuilder")
-            .field("batch_size", &self.batch_size)
-            .field("sampler", &self.sampler)
-            .field("placement", &self.placement)
-            .field("workers", &self.workers)
-            .finish_non_exhaustive()
+        f.debug_struct("LoaderBuilder").field("workers", &self.workers).finish_non_exhaustive()
     }
 }

@@ -57,8 +57,11 @@ impl LoaderPosition {
     pub(crate) fn kind(&self) -> &'static str {
         match self {
             Self::Start => "before the first epoch",
-            Self::Fixed { .. } => "of a fixed size",
-            Self::Dynamic(_) => "planned by lengths",
+            Self::Fixed { .. } => Self::FIXED,
+            Self::Dynamic(_) => Self::DYNAMIC,
         }
     }
+
+    pub(crate) const FIXED: &'static str = "of a fixed size";
+    pub(crate) const DYNAMIC: &'static str = "planned by lengths";
 }

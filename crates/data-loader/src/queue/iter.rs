@@ -3,12 +3,7 @@
 //! Each result has its own channel, and the queue holds the channels in order, so the order of
 //! completion does not matter.
 
-use std::{
-    collections::VecDeque,
-    fmt,
-    iter::{Fuse, FusedIterator},
-    sync::Arc,
-};
+use std::{collections::VecDeque, fmt, iter::Fuse, sync::Arc};
 
 use crate::queue::pool::{PendingResult, WorkerPool};
 
@@ -67,14 +62,6 @@ where
 impl<I, F, T> ExactSizeIterator for PrefetchIter<I, F, T>
 where
     I: ExactSizeIterator<Item: Send + 'static>,
-    F: Fn(I::Item) -> T + Send + Sync + 'static,
-    T: Send + 'static,
-{
-}
-
-impl<I, F, T> FusedIterator for PrefetchIter<I, F, T>
-where
-    I: Iterator<Item: Send + 'static>,
     F: Fn(I::Item) -> T + Send + Sync + 'static,
     T: Send + 'static,
 {

@@ -45,7 +45,7 @@ impl DataFile {
             return Err(Error::io(path)(ErrorKind::IsADirectory.into()));
         }
         let stamp = FileStamp::new(&metadata);
-        Ok(Self { path: path.into(), file: PositionedFile::new(file), stamp })
+        Ok(Self { path: path.into(), file: PositionedFile(file), stamp })
     }
 
     /// Opens a file again, which must have the same stamp as before.
@@ -84,7 +84,7 @@ impl DataFile {
 
     /// Returns an error if the file has changed since it was opened.
     pub(crate) fn check_unchanged(&self) -> Result<()> {
-        let metadata = self.file.metadata().map_err(Error::io(&self.path))?;
+        let metadata = self.file.0.metadata().map_err(Error::io(&self.path))?;
         check_unchanged(&self.path, self.stamp, FileStamp::new(&metadata))
     }
 
@@ -129,20 +129,11 @@ impl io::Read for FileReader<'_> {
     }
 }
 
-#[cfg(any(unix, windows))]
+/// A file that threads read without its own position, on Unix and Windows.
 #[derive(Debug)]
 struct PositionedFile(File);
 
-#[cfg(any(unix, windows))]
 impl PositionedFile {
-    fn new(file: File) -> Self {
-        Self(file)
-    }
-
-    fn metadata(&self) -> io::Result<Metadata> {
-        self.0.metadata()
-    }
-
     #[cfg(unix)]
     fn read_at(&self, bytes: &mut [u8], position: u64) -> io::Result<usize> {
         std::os::unix::fs::FileExt::read_at(&self.0, bytes, position)
@@ -152,37 +143,7 @@ impl PositionedFile {
     fn read_at(&self, bytes: &mut [u8], position: u64) -> io::Result<usize> {
         std::os::windows::fs::FileExt::seek_read(&self.0, bytes, position)
     }
-}
 
-/// A file of a system without positioned reads: a lock guards its position.
-#[cfg(not(any(unix, windows)))]
-#[derive(Debug)]
-struct PositionedFile(std::sync::Mutex<File>);
-
-#[cfg(not(any(unix, windows)))]
-impl PositionedFile {
-    fn new(file: File) -> Self {
-        Self(std::sync::Mutex::new(file))
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, File> {
-        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-    }
-
-    fn metadata(&self) -> io::Result<Metadata> {
-        self.lock().metadata()
-    }
-
-    fn read_at(&self, bytes: &mut [u8], position: u64) -> io::Result<usize> {
-        use std::io::{Read, Seek, SeekFrom};
-
-        let mut file = self.lock();
-        file.seek(SeekFrom::Start(position))?;
-        file.read(bytes)
-    }
-}
-
-impl PositionedFile {
     fn read_exact_at(&self, mut bytes: &mut [u8], mut position: u64) -> io::Result<()> {
         while !bytes.is_empty() {
             match self.read_at(bytes, position) {

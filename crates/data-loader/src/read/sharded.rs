@@ -1,6 +1,6 @@
 //! Data sets of many shards, of which few are open.
 
-use std::{collections::BTreeSet, fmt, sync::Arc};
+use std::{collections::BTreeSet, sync::Arc};
 
 use core_types::{Fingerprint, Seed};
 
@@ -57,6 +57,7 @@ pub trait ShardSource: Send + Sync {
 /// assert_eq!((numbers.len(), numbers.read(612)?), (700, 612));
 /// # Ok::<(), data_loader::BoxError>(())
 /// ```
+#[derive(Debug)]
 pub struct ShardedDataset<S: ShardSource> {
     source: S,
     /// End of each shard.
@@ -136,26 +137,5 @@ impl<S: ShardSource> Dataset for ShardedDataset<S> {
 
     fn fingerprint(&self) -> Option<u64> {
         Some(self.ends.iter().copied().collect::<Fingerprint>().finish())
-    }
-}
-
-impl<S: ShardSource> fmt::Debug for ShardedDataset<S> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ShardedDataset")
-            .field("n_shards", &self.ends.len())
-            .field("max_open", &self.max_open)
-            .finish_non_exhaustive()
-    }
-}
-
-impl<S: ShardSource + ?Sized> ShardSource for Arc<S> {
-    type Shard = S::Shard;
-
-    fn shard_lens(&self) -> Vec<u64> {
-        (**self).shard_lens()
-    }
-
-    fn open(&self, shard: usize) -> Result<S::Shard, BoxError> {
-        (**self).open(shard)
     }
 }

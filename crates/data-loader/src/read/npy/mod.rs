@@ -44,7 +44,7 @@ pub struct NumberArray<T> {
 ///
 /// # let folder = core_types::files::AtomicFolder::new(std::env::temp_dir().join("example"))?;
 /// # let path = folder.path().join("series.npy");
-/// let mut file = NpyHeader { dtype: NpyDtype::F32, shape: vec![6, 2] }.to_bytes();
+/// let mut file = NpyHeader { dtype: NpyDtype::of::<f32>(), shape: vec![6, 2] }.to_bytes();
 /// file.extend((0_u8..12).flat_map(|n| f32::from(n).to_le_bytes()));
 /// std::fs::write(&path, file)?;
 ///
@@ -108,9 +108,8 @@ impl<T: NpyElement> NpyDataset<T> {
         let file = DataFile::open(path)?;
         // The buffer is a header; the numbers are read from the file.
         let mut source = CountingReader { source: BufReader::new(file.reader_at(0)), n_bytes: 0 };
-        let header = NpyHeader::read(&mut source).map_err(Error::io(path))?;
+        let header = NpyHeader::read(&mut source).map_err(|fault| npy_error(&file, fault))?;
         let data_start = source.n_bytes;
-        let header = header.map_err(|fault| npy_error(&file, fault))?;
         let (n_rows, row_shape, row_bytes) = check_shape(&header, data_start, file.len())
             .map_err(|fault| npy_error(&file, fault))?;
         Ok(Self {
@@ -141,9 +140,6 @@ impl<T: NpyElement> NpyDataset<T> {
 
     fn decode(&self, bytes: &[u8]) -> Result<Vec<T>, BoxError> {
         let n_bytes = self.dtype.n_bytes();
-        if self.dtype == T::DTYPE {
-            return Ok(bytes.chunks_exact(n_bytes).map(T::from_bytes).collect());
-        }
         let mut values = Vec::with_capacity(bytes.len() / n_bytes);
         for chunk in bytes.chunks_exact(n_bytes) {
             let mut word = [0; 8];
