@@ -163,7 +163,7 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     /// # Errors
     ///
     /// - [`Error::Setting`] for settings that are 0 or contradict each other.
-    /// - [`Error::LengthMismatch`] if lengths or sampler are for another number of samples.
+    /// - [`Error::LengthMismatch`] if the lengths are for another number of samples.
     /// - [`Error::NoBatches`] and [`Error::UnevenBatches`] for batches of a fixed size; planned
     ///   batches are checked at the start of an epoch.
     /// - [`Error::Sampler`], [`Error::Batch`] and [`Error::Threads`].
@@ -191,6 +191,8 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
                 Box::new(DynamicPlan::new(sampler, lengths, config, step_config)?)
             }
         };
+        let start = || WorkerPool::start(workers.n_workers, workers.timeout);
+        let pool = (workers.n_workers > 0).then(start).transpose()?;
         Ok(DataLoader {
             plan,
             epoch: None,
@@ -199,7 +201,7 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
             pending: VecDeque::new(),
             is_cancelled: Arc::default(),
             make: Arc::new(move |job| make_batch(&dataset, on_error, &f, job)),
-            pool: workers.start()?,
+            pool,
             workers,
             on_error,
             skipped: SkippedSamples::default(),
@@ -212,27 +214,20 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     fn check(&self) -> Result<()> {
         let WorkerSettings { n_workers, prefetch_factor, timeout } = self.workers;
         let is_planned = self.batches.is_some();
-        let without_lengths = "unset if batches are planned by lengths";
-        for (is_invalid, name, value, expected) in [
-            (self.batch_size == Some(0), "the batch size", "0", "at least 1"),
-            (n_workers > 0 && prefetch_factor == 0, "the prefetch factor", "0", "at least 1"),
-            (is_planned && self.batch_size.is_some(), "the batch size", "set", without_lengths),
-            (is_planned && self.drops_last, "`drop_last`", "set", without_lengths),
-            (
-                !is_planned && self.step_config.is_some(),
-                "`steps`",
-                "set",
-                "unset without `batches`",
-            ),
-            (
-                self.sampler.is_some() && self.seed.is_some(),
-                "`shuffle`",
-                "set",
-                "unset with a sampler",
-            ),
-            (timeout.is_some() && n_workers == 0, "`timeout`", "set", "unset without workers"),
+        let one = "at least 1";
+        let no_lengths = "unset if batches are planned by lengths";
+        let has_two_orders = self.sampler.is_some() && self.seed.is_some();
+        for (is_invalid, name, expected) in [
+            (self.batch_size == Some(0), "the batch size", one),
+            (n_workers > 0 && prefetch_factor == 0, "the prefetch factor", one),
+            (is_planned && self.batch_size.is_some(), "the batch size", no_lengths),
+            (is_planned && self.drops_last, "`drop_last`", no_lengths),
+            (!is_planned && self.step_config.is_some(), "`steps`", "unset without `batches`"),
+            (has_two_orders, "`shuffle`", "unset if there is a sampler"),
+            (timeout.is_some() && n_workers == 0, "`timeout`", "unset without workers"),
         ] {
             if is_invalid {
+                let value = if expected == one { "0" } else { "set" };
                 return Err(Error::setting(name, value, expected));
             }
         }
@@ -242,7 +237,11 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     fn make_sampler(&self) -> Result<DistributedSampler> {
         let n_samples = self.dataset.len();
         if let Some((_, lengths)) = &self.batches {
-            check_len("the list of lengths", lengths.count(), n_samples)?;
+            let (found, expected) = (lengths.count(), n_samples);
+            if found != expected {
+                let what = "the list of lengths";
+                return Err(Error::LengthMismatch { what, found, expected });
+            }
         }
         match (&self.sampler, self.placement) {
             (Some(sampler), None) => Ok(sampler.clone()),
@@ -264,18 +263,7 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     }
 }
 
-fn check_len(what: &'static str, found: u64, expected: u64) -> Result<()> {
-    if found == expected { Ok(()) } else { Err(Error::LengthMismatch { what, found, expected }) }
-}
-
 impl WorkerSettings {
-    fn start(self) -> Result<Option<WorkerPool>> {
-        match self.n_workers {
-            0 => Ok(None),
-            n_workers => WorkerPool::start(n_workers, self.timeout).map(Some),
-        }
-    }
-
     /// Returns the maximum number of batches that are ready or in progress.
     pub(crate) fn depth(self) -> usize {
         self.n_workers.saturating_mul(self.prefetch_factor)

@@ -115,7 +115,7 @@ impl<T: Send + 'static> DataLoader<T> {
             let Some(pool) = &self.pool else { break };
             let (number, progress) = (job.planned.number, Arc::clone(&job.progress));
             let make = Arc::clone(&self.make);
-            let result = pool.submit(move || make(job));
+            let result = pool.submit(move || make(&job));
             self.pending.push_back(PendingBatch { number, progress, result });
         }
     }
@@ -126,7 +126,7 @@ impl<T: Send + 'static> DataLoader<T> {
         self.n_taken += 1;
         if self.pool.is_none() {
             let job = self.next_job(epoch);
-            return Ok((self.make)(job));
+            return Ok((self.make)(&job));
         }
         self.start_batches(epoch);
         #[expect(clippy::expect_used, reason = "the epoch has a batch, so one was started")]
@@ -143,9 +143,8 @@ impl<T: Send + 'static> DataLoader<T> {
     }
 
     /// Counts the skipped samples of a batch that is taken.
-    fn count_skipped(&mut self, made: MadeBatch<T>) -> Result<T> {
-        let mut result = made.result;
-        for sample in made.skipped {
+    fn count_skipped(&mut self, (mut result, skipped): MadeBatch<T>) -> Result<T> {
+        for sample in skipped {
             let OnError::Skip { at_most } = self.on_error else { break };
             if self.skipped.count >= at_most {
                 result = Err(Error::TooManySkipped {
@@ -332,11 +331,6 @@ impl<T> Drop for DataLoader<T> {
 
 impl<T> fmt::Debug for DataLoader<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DataLoader")
-            .field("epoch", &self.epoch)
-            .field("n_taken", &self.n_taken)
-            .field("n_batches", &self.plan.n_batches())
-            .field("workers", &self.workers)
-            .finish_non_exhaustive()
+        f.debug_struct("DataLoader").field("epoch", &self.epoch).finish_non_exhaustive()
     }
 }

@@ -48,8 +48,11 @@ pub(crate) trait BatchPlan: Send {
     fn position(&self, n: u64) -> LoaderPosition;
 }
 
-fn kind_mismatch(found: &LoaderPosition, expected: &'static str) -> Error {
-    Error::StateMismatch { what: "batches", state: found.kind().into(), loader: expected.into() }
+const FIXED: &str = "of a fixed size";
+const DYNAMIC: &str = "planned by lengths";
+
+fn kind_mismatch(state: &str, loader: &str) -> Error {
+    Error::StateMismatch { what: "batches", state: state.into(), loader: loader.into() }
 }
 
 /// Batches of a fixed number of samples.
@@ -120,7 +123,7 @@ impl BatchPlan for FixedPlan {
 
     fn resume(&mut self, position: &LoaderPosition, weights: Option<&[u64]>) -> Result<()> {
         let LoaderPosition::Fixed { batch_size, sampler: state } = position else {
-            return Err(kind_mismatch(position, LoaderPosition::FIXED));
+            return Err(kind_mismatch(DYNAMIC, FIXED));
         };
         if *batch_size != self.batch_size {
             return Err(Error::StateMismatch {
@@ -217,7 +220,7 @@ impl BatchPlan for DynamicPlan {
 
     fn resume(&mut self, position: &LoaderPosition, weights: Option<&[u64]>) -> Result<()> {
         let LoaderPosition::Dynamic(state) = position else {
-            return Err(kind_mismatch(position, LoaderPosition::DYNAMIC));
+            return Err(kind_mismatch(FIXED, DYNAMIC));
         };
         if weights.is_some() {
             let expected = "unset if batches are planned by lengths";

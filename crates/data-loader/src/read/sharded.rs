@@ -5,7 +5,10 @@ use std::{collections::BTreeSet, sync::Arc};
 use core_types::{Fingerprint, Seed};
 
 use crate::{
-    dataset::{Dataset, concat::locate},
+    dataset::{
+        Dataset,
+        concat::{ends_of, locate},
+    },
     error::{BoxError, Error, Result},
     read::open_cache::OpenCache,
 };
@@ -74,19 +77,12 @@ impl<S: ShardSource> ShardedDataset<S> {
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`] for 0 open shards, or if there are more samples than 64 bits count.
+    /// [`Error::Setting`] for 0 open shards.
     pub fn new(source: S, max_open: usize) -> Result<Self> {
         if max_open == 0 {
             return Err(Error::setting("the number of open shards", &max_open, "at least 1"));
         }
-        let mut ends = Vec::new();
-        let mut end = 0_u64;
-        for (shard, len) in source.shard_lens().into_iter().enumerate() {
-            end = end.checked_add(len).ok_or_else(|| {
-                Error::setting("the length of all shards", &shard, "below 2^64 samples")
-            })?;
-            ends.push(end);
-        }
+        let ends = ends_of(source.shard_lens());
         Ok(Self { source, ends, max_open, open_shards: OpenCache::new(max_open) })
     }
 
@@ -130,8 +126,10 @@ impl<S: ShardSource> Dataset for ShardedDataset<S> {
         let located = indices.iter().filter_map(|&index| locate(&self.ends, index).ok());
         let shards: BTreeSet<usize> = located.map(|(shard, _)| shard).collect();
         for shard in shards.into_iter().take(self.max_open) {
-            // The sample that needs the shard tries again and returns the error.
-            drop(self.open_shards.try_get(shard as u64, || self.open(shard)));
+            if !self.open_shards.contains(shard as u64) {
+                // The sample that needs the shard tries again and returns the error.
+                drop(self.open_shards.get(shard as u64, || self.open(shard)));
+            }
         }
     }
 

@@ -85,7 +85,7 @@ impl TokenDataset {
         if block == 0 {
             return Err(Error::setting("the block length", &block, "at least 1"));
         }
-        let fault = |fault| Error::Tokens { path: file.path().into(), fault };
+        let fault = |fault| Error::Tokens { path: file.path.clone(), fault };
         let first_bytes = file.read(0..LITGPT_HEADER_BYTES)?;
         let data_start = header_bytes(&first_bytes, token_type).map_err(fault)?;
         let n_bytes = file.len() - data_start;

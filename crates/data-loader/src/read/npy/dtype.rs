@@ -5,26 +5,9 @@ use std::fmt;
 /// The type of the numbers of an array: little-endian, with 1 to 8 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NpyDtype {
-    kind: NumberKind,
+    /// `i` for signed, `u` for unsigned and `f` for real numbers, as in NumPy's names.
+    kind: char,
     n_bytes: usize,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum NumberKind {
-    Signed,
-    Unsigned,
-    Real,
-}
-
-impl NumberKind {
-    /// Returns the letter in the name of a type.
-    fn letter(self) -> char {
-        match self {
-            Self::Signed => 'i',
-            Self::Unsigned => 'u',
-            Self::Real => 'f',
-        }
-    }
 }
 
 impl NpyDtype {
@@ -41,20 +24,8 @@ impl NpyDtype {
 
     /// Parses a quoted name.
     pub(crate) fn parse(name: &str) -> Option<Self> {
-        let known = [
-            i8::DTYPE,
-            i16::DTYPE,
-            i32::DTYPE,
-            i64::DTYPE,
-            u8::DTYPE,
-            u16::DTYPE,
-            u32::DTYPE,
-            u64::DTYPE,
-            f32::DTYPE,
-            f64::DTYPE,
-        ];
         let name = name.strip_prefix('\'')?.strip_suffix('\'')?;
-        known.into_iter().find(|dtype| dtype.to_string() == name)
+        KNOWN_DTYPES.iter().copied().find(|dtype| dtype.to_string() == name)
     }
 
     /// Returns the bytes of a number.
@@ -64,7 +35,7 @@ impl NpyDtype {
 
     /// Returns true if the numbers have a fraction.
     pub fn is_real(self) -> bool {
-        self.kind == NumberKind::Real
+        self.kind == 'f'
     }
 
     /// Decodes the number in the first bytes. The remaining bytes must be zero.
@@ -80,17 +51,17 @@ impl NpyDtype {
     pub fn decode(self, bytes: [u8; 8]) -> NpyNumber {
         let number = u64::from_le_bytes(bytes);
         match self.kind {
-            NumberKind::Unsigned => NpyNumber::Unsigned(number),
-            NumberKind::Signed => {
+            'u' => NpyNumber::Unsigned(number),
+            'i' => {
                 let unused_bits = 8 * (bytes.len() - self.n_bytes);
                 #[expect(clippy::cast_possible_wrap, reason = "the bits are a signed number")]
                 NpyNumber::Signed((number << unused_bits) as i64 >> unused_bits)
             }
-            NumberKind::Real if self.n_bytes == 4 => {
+            _ if self.n_bytes == 4 => {
                 let [a, b, c, d, ..] = bytes;
                 NpyNumber::Real(f32::from_le_bytes([a, b, c, d]).into())
             }
-            NumberKind::Real => NpyNumber::Real(f64::from_bits(number)),
+            _ => NpyNumber::Real(f64::from_bits(number)),
         }
     }
 }
@@ -99,7 +70,7 @@ impl fmt::Display for NpyDtype {
     /// Writes NumPy's name, such as `<f4`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let order = if self.n_bytes == 1 { '|' } else { '<' };
-        write!(f, "{order}{}{}", self.kind.letter(), self.n_bytes)
+        write!(f, "{order}{}{}", self.kind, self.n_bytes)
     }
 }
 
@@ -113,16 +84,6 @@ pub enum NpyNumber {
     Unsigned(u64),
     /// Number with a fraction.
     Real(f64),
-}
-
-impl fmt::Display for NpyNumber {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Signed(number) => number.fmt(f),
-            Self::Unsigned(number) => number.fmt(f),
-            Self::Real(number) => number.fmt(f),
-        }
-    }
 }
 
 /// A type of Rust whose numbers can be in an array.
@@ -141,12 +102,15 @@ mod private {
 }
 
 macro_rules! elements {
-    ($($type:ty: $kind:ident, $convert:ident;)*) => {$(
+    ($($type:ty: $kind:literal, $convert:ident;)*) => {
+        const KNOWN_DTYPES: &[NpyDtype] = &[$(<$type>::DTYPE),*];
+
+        $(
         impl private::Sealed for $type {}
 
         impl NpyElement for $type {
             const DTYPE: NpyDtype =
-                NpyDtype { kind: NumberKind::$kind, n_bytes: size_of::<$type>() };
+                NpyDtype { kind: $kind, n_bytes: size_of::<$type>() };
 
             fn from_number(number: NpyNumber) -> Option<Self> {
                 $convert(number)
@@ -156,16 +120,16 @@ macro_rules! elements {
 }
 
 elements! {
-    i8: Signed, integer;
-    i16: Signed, integer;
-    i32: Signed, integer;
-    i64: Signed, integer;
-    u8: Unsigned, integer;
-    u16: Unsigned, integer;
-    u32: Unsigned, integer;
-    u64: Unsigned, integer;
-    f32: Real, single;
-    f64: Real, double;
+    i8: 'i', integer;
+    i16: 'i', integer;
+    i32: 'i', integer;
+    i64: 'i', integer;
+    u8: 'u', integer;
+    u16: 'u', integer;
+    u32: 'u', integer;
+    u64: 'u', integer;
+    f32: 'f', single;
+    f64: 'f', double;
 }
 
 fn integer<T: TryFrom<i64> + TryFrom<u64>>(number: NpyNumber) -> Option<T> {
