@@ -181,7 +181,7 @@ fn json_lines_skip_blank_lines() {
 
 /// A file of `n` lines, and its kept index.
 fn indexed_lines(folder: &TempDir, n: u64) -> (PathBuf, PathBuf) {
-    let lines: String = (0..n).map(|n| format!("{n}\n")).collect();
+    let lines: Vec<u8> = (0..n).flat_map(|n| format!("{n}\n").into_bytes()).collect();
     let path = write(folder, "numbers.jsonl", lines);
     JsonlDataset::<u64>::open_with(&path, &IndexPlace::Beside).unwrap();
     let index = folder.path().join("numbers.jsonl.line-index");
