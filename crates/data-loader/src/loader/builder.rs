@@ -1,0 +1,277 @@
+//! The settings of a loader.
+
+use std::{collections::VecDeque, fmt, sync::Arc, time::Duration};
+
+use core_types::{Placement, Seed};
+use dist_sampler::{DistributedSampler, Order, Partition, SamplerConfig, Tail};
+use dyn_batch::{BatchConfig, DistributedConfig, SequenceLengths};
+
+use crate::{
+    dataset::Dataset,
+    error::{BoxError, Error, Result},
+    loader::{
+        DataLoader,
+        fetch::{SampleBatch, make_batch},
+        plan::{BatchPlan, DynamicPlan, FixedPlan, SharedLengths},
+        skipped::{OnError, SkippedSamples},
+    },
+    queue::pool::WorkerPool,
+};
+
+/// The settings of a [`DataLoader`], from [`DataLoader::builder`].
+#[must_use = "nothing is loaded before `collate`"]
+pub struct LoaderBuilder<D> {
+    dataset: D,
+    batch_size: Option<u64>,
+    batches: Option<(BatchConfig, SharedLengths)>,
+    step_config: Option<DistributedConfig>,
+    seed: Option<Seed>,
+    sampler: Option<DistributedSampler>,
+    placement: Option<Placement>,
+    drops_last: bool,
+    is_uneven: bool,
+    workers: WorkerSettings,
+    on_error: OnError,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WorkerSettings {
+    n_workers: usize,
+    prefetch_factor: usize,
+    pub(crate) timeout: Option<Duration>,
+}
+
+/// Random streams of the loader's seed: the order of samples, the order of planned batches, and
+/// changes of samples.
+const ORDER_STREAM: u64 = 0;
+const BATCH_STREAM: u64 = 1;
+const SAMPLE_STREAM: u64 = 2;
+
+impl DataLoader<()> {
+    /// Begins a loader: batches of one sample, in the order of the data set, made by the thread
+    /// that takes them.
+    pub fn builder<D: Dataset + 'static>(dataset: D) -> LoaderBuilder<D> {
+        LoaderBuilder {
+            dataset,
+            batch_size: None,
+            batches: None,
+            step_config: None,
+            seed: None,
+            sampler: None,
+            placement: None,
+            drops_last: false,
+            is_uneven: false,
+            workers: WorkerSettings { n_workers: 0, prefetch_factor: 2, timeout: None },
+            on_error: OnError::Stop,
+        }
+    }
+}
+
+impl<D: Dataset + 'static> LoaderBuilder<D> {
+    /// Sets the number of samples in a batch of a rank; 1 by default.
+    pub fn batch_size(self, batch_size: u64) -> Self {
+        Self { batch_size: Some(batch_size), ..self }
+    }
+
+    /// Plans batches by the lengths of the samples, instead of a fixed size: see `dyn-batch`.
+    ///
+    /// `lengths` are the lengths of all samples. A [`TextDataset`](crate::TextDataset) knows them in
+    /// bytes; [`measure`](crate::measure) reads them once.
+    #[doc(alias = "batch_sampler")]
+    pub fn batches(
+        self,
+        config: BatchConfig,
+        lengths: impl SequenceLengths + Send + Sync + 'static,
+    ) -> Self {
+        Self { batches: Some((config, Arc::new(lengths))), ..self }
+    }
+
+    /// Sets how planned batches form the steps of all ranks.
+    ///
+    /// By default, ranks get batches of similar cost, and [`shuffle`](Self::shuffle) shuffles the
+    /// steps.
+    pub fn steps(self, config: DistributedConfig) -> Self {
+        Self { step_config: Some(config), ..self }
+    }
+
+    /// Reads the samples in a random order, another one in each epoch.
+    pub fn shuffle(self, seed: Seed) -> Self {
+        Self { seed: Some(seed), ..self }
+    }
+
+    /// Reads the samples in the order of a sampler: weighted, stratified, sharded or mixed. Its
+    /// placement is that of the loader.
+    pub fn sampler(self, sampler: DistributedSampler) -> Self {
+        Self { sampler: Some(sampler), ..self }
+    }
+
+    /// Sets the rank and the number of ranks; a single rank by default.
+    ///
+    /// Ranks read the samples round-robin. Without a sampler, samples that do not fill a round are
+    /// dropped, so all ranks have equally many batches.
+    pub fn placement(self, placement: Placement) -> Self {
+        Self { placement: Some(placement), ..self }
+    }
+
+    /// Sets the number of threads that read samples and collate batches ahead of time. With 0, the
+    /// default, the thread that takes a batch makes it.
+    ///
+    /// Threads are worth their cost if a sample takes more than some 10 µs.
+    pub fn num_workers(mut self, n_workers: usize) -> Self {
+        self.workers.n_workers = n_workers;
+        self
+    }
+
+    /// Sets the number of batches per worker that are ready or in progress; 2 by default.
+    pub fn prefetch_factor(mut self, n_batches: usize) -> Self {
+        self.workers.prefetch_factor = n_batches;
+        self
+    }
+
+    /// Sets whether the last samples of an epoch are dropped if they do not fill a batch; `false`
+    /// by default.
+    pub fn drop_last(self, drops_last: bool) -> Self {
+        Self { drops_last, ..self }
+    }
+
+    /// Sets the treatment of samples that cannot be read; [`OnError::Stop`] by default.
+    pub fn on_error(self, on_error: OnError) -> Self {
+        Self { on_error, ..self }
+    }
+
+    /// Sets the time that the taker of a batch waits for it; no limit by default.
+    ///
+    /// A batch that is late is [`Error::Timeout`], and the next one follows as usual. Dropping the
+    /// loader also waits no longer for its threads. A thread that hangs then goes on alone.
+    pub fn timeout(mut self, limit: Duration) -> Self {
+        self.workers.timeout = Some(limit);
+        self
+    }
+
+    /// Allows ranks to have different numbers of batches, for an evaluation without collectives.
+    ///
+    /// Without a sampler, each sample is then read exactly once.
+    pub fn uneven(self) -> Self {
+        Self { is_uneven: true, ..self }
+    }
+
+    /// Starts the workers; `f` makes a batch from its samples.
+    ///
+    /// Workers should make tensors on the CPU, and the thread that takes them should copy them to
+    /// another device: streams of CUDA devices are not ordered across threads.
+    ///
+    /// # Errors
+    ///
+    /// - [`Error::Setting`] for settings that are 0 or contradict each other.
+    /// - [`Error::LengthMismatch`] if the lengths are for another number of samples.
+    /// - [`Error::NoBatches`] and [`Error::UnevenBatches`] for batches of a fixed size; planned
+    ///   batches are checked at the start of an epoch.
+    /// - [`Error::Sampler`], [`Error::Batch`] and [`Error::Threads`].
+    #[doc(alias = "collate_fn")]
+    pub fn collate<T, F>(self, f: F) -> Result<DataLoader<T>>
+    where
+        T: Send + 'static,
+        F: Fn(SampleBatch<D::Item>) -> Result<T, BoxError> + Send + Sync + 'static,
+    {
+        self.check()?;
+        let sampler = self.make_sampler()?;
+        let sample_seed = self.seed.unwrap_or(sampler.config().seed).derive(SAMPLE_STREAM);
+        let fingerprint = self.dataset.fingerprint();
+        let Self { dataset, on_error, workers, batches, step_config, seed, .. } = self;
+        let plan: Box<dyn BatchPlan> = match batches {
+            None => {
+                let batch_size = self.batch_size.unwrap_or(1);
+                Box::new(FixedPlan::new(sampler, batch_size, self.drops_last, self.is_uneven)?)
+            }
+            Some((config, lengths)) => {
+                let default = DistributedConfig::default();
+                let default =
+                    seed.map_or(default, |seed| default.with_shuffle(seed.derive(BATCH_STREAM)));
+                let step_config = step_config.unwrap_or(default);
+                Box::new(DynamicPlan::new(sampler, lengths, config, step_config)?)
+            }
+        };
+        let start = || WorkerPool::start(workers.n_workers, workers.timeout);
+        let pool = (workers.n_workers > 0).then(start).transpose()?;
+        Ok(DataLoader {
+            plan,
+            epoch: None,
+            n_taken: 0,
+            n_started: 0,
+            pending: VecDeque::new(),
+            is_cancelled: Arc::default(),
+            make: Arc::new(move |job| make_batch(&dataset, on_error, &f, job)),
+            pool,
+            workers,
+            on_error,
+            skipped: SkippedSamples::default(),
+            seed: sample_seed,
+            fingerprint,
+        })
+    }
+
+    /// Checks settings that need nothing else.
+    fn check(&self) -> Result<()> {
+        let WorkerSettings { n_workers, prefetch_factor, timeout } = self.workers;
+        let is_planned = self.batches.is_some();
+        let one = "at least 1";
+        let no_lengths = "unset if batches are planned by lengths";
+        let has_two_orders = self.sampler.is_some() && self.seed.is_some();
+        for (is_invalid, name, expected) in [
+            (self.batch_size == Some(0), "the batch size", one),
+            (n_workers > 0 && prefetch_factor == 0, "the prefetch factor", one),
+            (is_planned && self.batch_size.is_some(), "the batch size", no_lengths),
+            (is_planned && self.drops_last, "`drop_last`", no_lengths),
+            (!is_planned && self.step_config.is_some(), "`steps`", "unset without `batches`"),
+            (has_two_orders, "`shuffle`", "unset if there is a sampler"),
+            (timeout.is_some() && n_workers == 0, "`timeout`", "unset without workers"),
+        ] {
+            if is_invalid {
+                let value = if expected == one { "0" } else { "set" };
+                return Err(Error::setting(name, value, expected));
+            }
+        }
+        Ok(())
+    }
+
+    fn make_sampler(&self) -> Result<DistributedSampler> {
+        let n_samples = self.dataset.len();
+        if let Some((_, lengths)) = &self.batches {
+            let (found, expected) = (lengths.count(), n_samples);
+            if found != expected {
+                let what = "the list of lengths";
+                return Err(Error::LengthMismatch { what, found, expected });
+            }
+        }
+        match (&self.sampler, self.placement) {
+            (Some(sampler), None) => Ok(sampler.clone()),
+            (Some(sampler), Some(placement)) => Ok(sampler.clone().with_placement(placement)?),
+            (None, placement) => {
+                let placement = placement.unwrap_or(Placement::SINGLE);
+                Ok(DistributedSampler::new(n_samples, placement, self.sampler_config())?)
+            }
+        }
+    }
+
+    fn sampler_config(&self) -> SamplerConfig {
+        let tail = if self.is_uneven { Tail::Spread } else { Tail::Drop };
+        let config = SamplerConfig::default().with_partition(Partition::Strided).with_tail(tail);
+        match self.seed {
+            None => config.with_order(Order::Sequential),
+            Some(seed) => config.with_seed(seed.derive(ORDER_STREAM)),
+        }
+    }
+}
+
+impl WorkerSettings {
+    /// Returns the maximum number of batches that are ready or in progress.
+    pub(crate) fn depth(self) -> usize {
+        self.n_workers.saturating_mul(self.prefetch_factor)
+    }
+}
+
+impl<D> fmt::Debug for LoaderBuilder<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LoaderBuilder").field("workers", &self.workers).finish_non_exhaustive()
+    }
+}

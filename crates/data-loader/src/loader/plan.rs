@@ -1,0 +1,258 @@
+//! The batches of an epoch, and a rank's position in them.
+
+use std::sync::Arc;
+
+use core_types::{Epoch, Placement};
+use dist_sampler::DistributedSampler;
+use dyn_batch::{
+    Batch, BatchConfig, BatchState, DistributedBatchSampler, DistributedConfig,
+    DynamicBatchSampler, SequenceLengths, Steps,
+};
+
+use crate::{
+    error::{Error, Result},
+    loader::state::LoaderPosition,
+};
+
+/// Lengths that a plan shares with its batches.
+pub(crate) type SharedLengths = Arc<dyn SequenceLengths + Send + Sync>;
+
+/// The samples of a batch.
+#[derive(Clone, Debug)]
+pub(crate) struct PlannedBatch {
+    /// Number of the batch in the epoch, of this rank and world.
+    pub(crate) number: u64,
+    pub(crate) batch: Batch,
+    pub(crate) is_padding: Vec<bool>,
+    /// Planned lengths of the samples, if they were planned.
+    pub(crate) lengths: Option<Vec<u64>>,
+}
+
+/// The batches of a rank from its position to the end of the epoch.
+///
+/// On an error, a plan is unchanged.
+pub(crate) trait BatchPlan: Send {
+    /// Moves to the start of an epoch.
+    fn set_epoch(&mut self, epoch: Epoch) -> Result<()>;
+
+    /// Moves to a position, and mixes by other weights from there on, if there are some.
+    fn resume(&mut self, position: &LoaderPosition, weights: Option<&[u64]>) -> Result<()>;
+
+    /// Returns the number of batches from the position on.
+    fn n_batches(&self) -> u64;
+
+    /// Returns the `n`-th batch from the position on. Batches must be read in order.
+    fn next_batch(&mut self, n: u64) -> PlannedBatch;
+
+    /// Returns the position behind the first `n` batches.
+    fn position(&self, n: u64) -> LoaderPosition;
+}
+
+const FIXED: &str = "of a fixed size";
+const DYNAMIC: &str = "planned by lengths";
+
+fn kind_mismatch(state: &str, loader: &str) -> Error {
+    Error::StateMismatch { what: "batches", state: state.into(), loader: loader.into() }
+}
+
+/// Batches of a fixed number of samples.
+pub(crate) struct FixedPlan {
+    sampler: DistributedSampler,
+    batch_size: u64,
+    drops_last: bool,
+    is_uneven: bool,
+    n_batches: u64,
+    /// Most samples of a rank from the position on.
+    most_samples: u64,
+}
+
+impl FixedPlan {
+    pub(crate) fn new(
+        sampler: DistributedSampler,
+        batch_size: u64,
+        drops_last: bool,
+        is_uneven: bool,
+    ) -> Result<Self> {
+        let mut plan =
+            Self { sampler, batch_size, drops_last, is_uneven, n_batches: 0, most_samples: 0 };
+        plan.start_at(plan.sampler.clone())?;
+        Ok(plan)
+    }
+
+    /// Moves to the position of a sampler at the start of an epoch, which must have batches.
+    fn start_at(&mut self, sampler: DistributedSampler) -> Result<()> {
+        let lens = lens_of_ranks(&sampler)?;
+        if lens.iter().all(|&len| self.n_batches_of(len) == 0) {
+            return Err(Error::NoBatches {
+                samples: sampler.data_set_len(),
+                batch_size: self.batch_size,
+                world_size: sampler.placement().world_size(),
+            });
+        }
+        self.move_to(sampler, &lens)
+    }
+
+    /// Moves to the position of a sampler, with the number of samples that each rank has left.
+    fn move_to(&mut self, sampler: DistributedSampler, lens: &[u64]) -> Result<()> {
+        let fewest = lens.iter().map(|&len| self.n_batches_of(len)).min().unwrap_or(0);
+        let most = lens.iter().map(|&len| self.n_batches_of(len)).max().unwrap_or(0);
+        if fewest != most && !self.is_uneven {
+            return Err(Error::UnevenBatches { fewest, most });
+        }
+        self.n_batches = self.n_batches_of(sampler.len());
+        self.most_samples = lens.iter().copied().max().unwrap_or(0);
+        self.sampler = sampler;
+        Ok(())
+    }
+
+    fn n_batches_of(&self, n_samples: u64) -> u64 {
+        if self.drops_last {
+            n_samples / self.batch_size
+        } else {
+            n_samples.div_ceil(self.batch_size)
+        }
+    }
+}
+
+impl BatchPlan for FixedPlan {
+    fn set_epoch(&mut self, epoch: Epoch) -> Result<()> {
+        let mut sampler = self.sampler.clone();
+        sampler.set_epoch(epoch);
+        self.start_at(sampler)
+    }
+
+    fn resume(&mut self, position: &LoaderPosition, weights: Option<&[u64]>) -> Result<()> {
+        let LoaderPosition::Fixed { batch_size, sampler: state } = position else {
+            return Err(kind_mismatch(DYNAMIC, FIXED));
+        };
+        if *batch_size != self.batch_size {
+            return Err(Error::StateMismatch {
+                what: "batch size",
+                state: batch_size.to_string(),
+                loader: self.batch_size.to_string(),
+            });
+        }
+        let mut sampler = self.sampler.clone();
+        match weights {
+            None => sampler.resume(state)?,
+            Some(weights) => sampler.resume_with_weights(state, weights)?,
+        }
+        let lens = lens_of_ranks(&sampler)?;
+        self.move_to(sampler, &lens)
+    }
+
+    fn n_batches(&self) -> u64 {
+        self.n_batches
+    }
+
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
+    fn next_batch(&mut self, n: u64) -> PlannedBatch {
+        // All batches of an epoch have fewer samples together than 64 bits count.
+        let start = n * self.batch_size;
+        let end = self.sampler.len().min(start.saturating_add(self.batch_size));
+        let entries = (start..end).filter_map(|n| self.sampler.entry(n));
+        let (indices, is_padding): (Vec<u64>, Vec<bool>) = entries.unzip();
+        let number = self.sampler.state(0).consumed() / self.batch_size + n;
+        let batch = Batch::from_indices(indices, |_| 1).expect("a row has one token");
+        PlannedBatch { number, batch, is_padding, lengths: None }
+    }
+
+    fn position(&self, n: u64) -> LoaderPosition {
+        // Ranks with fewer samples have read all of theirs.
+        let n_read = n.saturating_mul(self.batch_size).min(self.most_samples);
+        LoaderPosition::Fixed { batch_size: self.batch_size, sampler: self.sampler.state(n_read) }
+    }
+}
+
+/// Returns the number of samples that each rank has left.
+fn lens_of_ranks(sampler: &DistributedSampler) -> Result<Vec<u64>> {
+    let mut other = sampler.clone();
+    let mut lens = Vec::new();
+    for placement in sampler.placement().world_size().placements() {
+        other = other.with_placement(placement)?;
+        lens.push(other.len());
+    }
+    Ok(lens)
+}
+
+/// Batches that a batcher plans for all ranks together.
+pub(crate) struct DynamicPlan {
+    /// Order of all ranks together.
+    order: DistributedSampler,
+    placement: Placement,
+    lengths: SharedLengths,
+    max_length: u64,
+    batches: DistributedBatchSampler<SharedLengths>,
+    /// Position in the current epoch and the steps that are not read yet; `None` before the first
+    /// epoch.
+    steps: Option<(BatchState, Steps<SharedLengths>)>,
+}
+
+impl DynamicPlan {
+    pub(crate) fn new(
+        sampler: DistributedSampler,
+        lengths: SharedLengths,
+        config: BatchConfig,
+        step_config: DistributedConfig,
+    ) -> Result<Self> {
+        let placement = sampler.placement();
+        let max_length = config.max_sequence_length.unwrap_or(u64::MAX);
+        let batches = DynamicBatchSampler::new(Arc::clone(&lengths), config)?;
+        let batches = DistributedBatchSampler::new(batches, placement, step_config)?;
+        let order = sampler.with_placement(Placement::SINGLE)?;
+        Ok(Self { order, placement, lengths, max_length, batches, steps: None })
+    }
+}
+
+impl BatchPlan for DynamicPlan {
+    fn set_epoch(&mut self, epoch: Epoch) -> Result<()> {
+        let mut order = self.order.clone();
+        order.set_epoch(epoch);
+        let steps = self.batches.epoch(epoch, &order)?;
+        if steps.len() == 0 {
+            let (samples, world_size) = (order.data_set_len(), self.placement.world_size());
+            return Err(Error::NoBatches { samples, batch_size: 1, world_size });
+        }
+        self.order = order;
+        self.steps = Some((steps.state(), steps));
+        Ok(())
+    }
+
+    fn resume(&mut self, position: &LoaderPosition, weights: Option<&[u64]>) -> Result<()> {
+        let LoaderPosition::Dynamic(state) = position else {
+            return Err(kind_mismatch(FIXED, DYNAMIC));
+        };
+        if weights.is_some() {
+            let expected = "unset if batches are planned by lengths";
+            return Err(Error::setting("the weights", "set", expected));
+        }
+        let mut order = self.order.clone();
+        order.set_epoch(state.epoch);
+        let steps = self.batches.resume(state, &order)?;
+        self.order = order;
+        self.steps = Some((steps.state(), steps));
+        Ok(())
+    }
+
+    fn n_batches(&self) -> u64 {
+        self.steps.as_ref().map_or(0, |(start, _)| start.n_steps - start.step)
+    }
+
+    #[expect(clippy::expect_used, reason = "a loader reads as many batches as there are")]
+    fn next_batch(&mut self, _: u64) -> PlannedBatch {
+        let (_, steps) = self.steps.as_mut().expect("batches are read after an epoch was set");
+        let number = steps.state().step;
+        let batch = steps.next().expect("there are as many steps as counted").batch;
+        let length_of = |&index: &u64| self.lengths.length(index).unwrap_or(0).min(self.max_length);
+        let lengths = batch.indices.iter().map(length_of).collect();
+        let is_padding = vec![false; batch.len()];
+        PlannedBatch { number, batch, is_padding, lengths: Some(lengths) }
+    }
+
+    fn position(&self, n: u64) -> LoaderPosition {
+        let Some((start, _)) = &self.steps else { return LoaderPosition::Start };
+        let mut state = start.clone();
+        state.step += n;
+        LoaderPosition::Dynamic(state)
+    }
+}
