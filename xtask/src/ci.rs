@@ -26,11 +26,12 @@ const DEVICE_FEATURES: &str = "cuda,metal,mpi,nccl";
 /// Pairs of a package and a dependency that it must not have with its default features. `deny.toml`
 /// lists allowed dependencies, but it ignores features and does not separate a library from its
 /// tests.
-const WITHOUT: [(&str, &str); 2] = [
+const WITHOUT: [(&str, &str); 3] = [
     // A mesh runs any function on tensors: only its tests need layers.
     ("pmap-mesh", "candle-nn"),
     // Batches become tensors behind the feature `candle` alone.
     ("dyn-batch", "candle-core"),
+    ("data-loader", "candle-core"),
 ];
 
 const NEXTEST: Tool = Tool::cargo_subcommand("cargo-nextest", "nextest --version");

@@ -3,6 +3,9 @@
 
 #[doc(inline)]
 pub use core_types as types;
+#[cfg(feature = "data")]
+#[doc(inline)]
+pub use data_loader as data;
 #[cfg(feature = "checkpoint")]
 #[doc(inline)]
 pub use dist_checkpoint as checkpoint;

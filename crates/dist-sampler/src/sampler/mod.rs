@@ -241,6 +241,37 @@ impl DistributedSampler {
         Ok(self)
     }
 
+    /// Returns the sampler of another rank, of the same or another world, at the same position of
+    /// the same order.
+    ///
+    /// In the same world the rank has read as many indices as this rank. Another world reads the
+    /// samples that this world has not read, as after [`resume`](Self::resume).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::RankWeights`] if the sampler has rank weights and the number of ranks changes.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use core_types::Placement;
+    /// # use dist_sampler::{DistributedSampler, SamplerConfig};
+    /// let (me, config) = (Placement::new(1, 4)?, SamplerConfig::default());
+    /// let sampler = DistributedSampler::new(1000, me, config)?;
+    /// let all_ranks = sampler.clone().with_placement(Placement::SINGLE)?;
+    /// assert!(sampler.iter().eq(all_ranks.iter().skip(250).take(250)));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn with_placement(mut self, placement: Placement) -> Result<Self> {
+        let last = self.stage(0);
+        let (earlier, unread) = (self.earlier.clone(), self.unread.clone());
+        self.shares =
+            ShareRule::new(unread.len(), placement.world_size(), self.shares.rule().clone())?;
+        self.placement = placement;
+        self.continue_after(&earlier, &last, unread)?;
+        Ok(self)
+    }
+
     /// Moves to the start of an epoch, which has another order if the sampler shuffles.
     ///
     /// Call it at the start of every epoch on all ranks. It does nothing at the current epoch, so a
@@ -286,11 +317,6 @@ impl DistributedSampler {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn state(&self, read: u64) -> SamplerState {
-        let stage = WorldStage {
-            world_size: self.shares.world_size(),
-            rule: self.shares.rule().clone(),
-            consumed: self.consumed.saturating_add(read),
-        };
         SamplerState {
             format_version: SamplerState::VERSION,
             order: self.config.order,
@@ -298,7 +324,16 @@ impl DistributedSampler {
             fingerprint: self.samples.fingerprint(),
             seed: self.config.seed,
             epoch: self.epoch,
-            stages: self.earlier.iter().cloned().chain([stage]).collect(),
+            stages: self.earlier.iter().cloned().chain([self.stage(read)]).collect(),
+        }
+    }
+
+    /// Returns the stage of this world after every rank has read `read` more indices.
+    fn stage(&self, read: u64) -> WorldStage {
+        WorldStage {
+            world_size: self.shares.world_size(),
+            rule: self.shares.rule().clone(),
+            consumed: self.consumed.saturating_add(read),
         }
     }
 
@@ -330,12 +365,27 @@ impl DistributedSampler {
         for stage in earlier {
             unread = unread_after(stage, unread)?;
         }
-        let unread_after_last = unread_after(last, unread.clone())?;
+        self.continue_after(earlier, last, unread)?;
         self.reorder(state.epoch);
-        if last.world_size == self.shares.world_size() && last.rule == *self.shares.rule() {
+        Ok(())
+    }
+
+    /// Moves to the position behind `last`, the current stage of a state, which began with
+    /// `unread`.
+    fn continue_after(
+        &mut self,
+        earlier: &[WorldStage],
+        last: &WorldStage,
+        unread: UnreadPositions,
+    ) -> Result<()> {
+        let unread_after_last = unread_after(last, unread.clone())?;
+        let is_same_world =
+            last.world_size == self.shares.world_size() && last.rule == *self.shares.rule();
+        if is_same_world || last.consumed == 0 {
             self.move_to(earlier.to_vec(), unread, last.consumed);
         } else {
-            self.move_to(state.stages.clone(), unread_after_last, 0);
+            let stages = [earlier, std::slice::from_ref(last)].concat();
+            self.move_to(stages, unread_after_last, 0);
         }
         Ok(())
     }

@@ -422,6 +422,29 @@ fn epoch_can_change_worlds_repeatedly() {
 }
 
 #[test]
+fn other_placements_continue_the_order() {
+    for config in (0..N_CONFIGS).map(config) {
+        for (from, to, read) in [(3, 3, 0), (3, 3, 2), (3, 5, 0), (4, 1, 0), (4, 1, 3), (2, 6, 4)] {
+            let mut first = sampler(23, 1, from, config, 2);
+            first.resume(&first.state(read)).unwrap();
+            for placement in WorldSize::new(to).unwrap().placements() {
+                let moved = first.clone().with_placement(placement).unwrap();
+                let state = first.state(0);
+                let expected = resumed(23, placement.rank().as_u64(), to, config, &state);
+                assert!(moved.iter().eq(expected.iter()), "{from} to {to}, {config:?}");
+                assert_eq!((moved.placement(), moved.state(1)), (placement, expected.state(1)));
+            }
+        }
+    }
+    let weighted = weighted_world(10, &[1, 2]).remove(0);
+    assert_eq!(weighted.clone().with_placement(Placement::new(1, 2).unwrap()).unwrap().len(), 7);
+    assert_eq!(
+        weighted.with_placement(Placement::SINGLE).unwrap_err(),
+        Error::RankWeights { weights: 2, world_size: WorldSize::new(1).unwrap() }
+    );
+}
+
+#[test]
 fn set_epoch_ends_a_resumed_epoch() {
     let config = SamplerConfig::default();
     let state = sampler(50, 0, 4, config, 3).state(5);

@@ -1,0 +1,92 @@
+//! Several data sets, one after the other.
+
+use core_types::{Fingerprint, Seed};
+
+use crate::{
+    dataset::Dataset,
+    error::{BoxError, Error, Result},
+};
+
+/// Returns the samples of several data sets, one data set after the other.
+///
+/// # Examples
+///
+/// ```
+/// use data_loader::{Dataset, concat};
+///
+/// let both = concat([vec!['a', 'b'], vec!['c']]);
+/// assert_eq!((both.len(), both.read(2)?), (3, 'c'));
+/// # Ok::<(), data_loader::BoxError>(())
+/// ```
+pub fn concat<D: Dataset>(datasets: impl IntoIterator<Item = D>) -> ConcatDataset<D> {
+    let datasets: Vec<D> = datasets.into_iter().collect();
+    let mut ends = Vec::with_capacity(datasets.len());
+    let mut end = 0_u64;
+    for dataset in &datasets {
+        // Samplers reject the saturated length.
+        end = end.saturating_add(dataset.len());
+        ends.push(end);
+    }
+    ConcatDataset { datasets, ends }
+}
+
+/// Several data sets, one after the other, from [`concat`].
+#[derive(Clone, Debug)]
+pub struct ConcatDataset<D> {
+    datasets: Vec<D>,
+    /// End of each data set.
+    ends: Vec<u64>,
+}
+
+impl<D: Dataset> ConcatDataset<D> {
+    /// Returns the number of the data set and the index in it.
+    fn locate(&self, index: u64) -> Result<(usize, u64)> {
+        locate(&self.ends, index)
+    }
+}
+
+/// Returns the range that contains `index`, and the index in it, given the ends of the ranges.
+pub(crate) fn locate(ends: &[u64], index: u64) -> Result<(usize, u64)> {
+    let range = ends.partition_point(|&end| end <= index);
+    if range == ends.len() {
+        return Err(Error::IndexOutOfRange { index, len: ends.last().copied().unwrap_or(0) });
+    }
+    let start = if range == 0 { 0 } else { ends[range - 1] };
+    Ok((range, index - start))
+}
+
+impl<D: Dataset> Dataset for ConcatDataset<D> {
+    type Item = D::Item;
+
+    fn len(&self) -> u64 {
+        self.ends.last().copied().unwrap_or(0)
+    }
+
+    fn read(&self, index: u64) -> Result<D::Item, BoxError> {
+        let (dataset, index) = self.locate(index)?;
+        self.datasets[dataset].read(index)
+    }
+
+    fn read_seeded(&self, index: u64, seed: Seed) -> Result<D::Item, BoxError> {
+        let (dataset, index) = self.locate(index)?;
+        self.datasets[dataset].read_seeded(index, seed)
+    }
+
+    fn prefetch(&self, indices: &[u64]) {
+        let mut per_dataset = vec![Vec::new(); self.datasets.len()];
+        for (dataset, index) in indices.iter().filter_map(|&index| self.locate(index).ok()) {
+            per_dataset[dataset].push(index);
+        }
+        for (dataset, indices) in self.datasets.iter().zip(&per_dataset) {
+            dataset.prefetch(indices);
+        }
+    }
+
+    fn fingerprint(&self) -> Option<u64> {
+        let mut fingerprint = Fingerprint::new();
+        for dataset in &self.datasets {
+            fingerprint.extend([dataset.len(), dataset.fingerprint()?]);
+        }
+        Some(fingerprint.finish())
+    }
+}

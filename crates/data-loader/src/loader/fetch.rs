@@ -1,0 +1,201 @@
+//! Reading the samples of a batch, on any thread.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, AtomicU64, Ordering},
+};
+
+use core_types::{Epoch, Seed};
+use dyn_batch::Batch;
+
+use crate::{
+    dataset::Dataset,
+    error::{BoxError, Error, Result},
+    loader::{
+        plan::PlannedBatch,
+        skipped::{OnError, SkippedSample},
+    },
+};
+
+/// The samples of a batch, the input of [`LoaderBuilder::collate`](crate::LoaderBuilder::collate).
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct SampleBatch<I> {
+    /// Epoch.
+    pub epoch: Epoch,
+    /// Number of the batch in the epoch, of this rank and world.
+    pub number: u64,
+    /// Indices of the samples, and the planned shape. In batches of a fixed size, each sample counts
+    /// as one token.
+    ///
+    /// With skipped samples, there are fewer indices than rows.
+    pub batch: Batch,
+    /// Samples, in the order of the indices.
+    pub items: Vec<I>,
+    /// Whether each sample is padding of the sampler's tail, which metrics leave out.
+    pub is_padding: Vec<bool>,
+    /// Whether the batch was planned with lengths.
+    has_lengths: bool,
+}
+
+impl<I> SampleBatch<I> {
+    /// Returns the batch as the functions of `dyn-batch` that make tensors need it: the indices are
+    /// positions in [`items`](Self::items), because a sample may occur twice.
+    ///
+    /// Without planned lengths, rows are as long as the longest sample.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Batch`] if rows × length exceeds 64 bits.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use core_types::Epoch;
+    /// use data_loader::{DataLoader, SampleBatch};
+    ///
+    /// let texts = vec![vec![1_u32, 2, 3], vec![4]];
+    /// let mut loader = DataLoader::builder(texts).batch_size(2).collate(
+    ///     |samples: SampleBatch<Vec<u32>>| Ok(samples.with_lengths(|text| text.len() as u64)?),
+    /// )?;
+    /// loader.set_epoch(Epoch::ZERO)?;
+    /// let batch = loader.next().expect("an epoch has a batch")?;
+    /// assert_eq!((batch.indices, batch.padded_length, batch.real_tokens), (vec![0, 1], 3, 4));
+    /// # Ok::<(), data_loader::Error>(())
+    /// ```
+    pub fn with_lengths(&self, length_of: impl Fn(&I) -> u64) -> Result<Batch> {
+        let positions = 0..self.items.len() as u64;
+        if self.has_lengths {
+            let mut batch = self.batch.clone();
+            batch.indices = positions.collect();
+            return Ok(batch);
+        }
+        #[expect(clippy::cast_possible_truncation, reason = "positions of items in memory")]
+        let mut batch =
+            Batch::from_indices(positions, |position| length_of(&self.items[position as usize]))?;
+        batch.rows = self.batch.rows;
+        Ok(batch)
+    }
+}
+
+/// A batch to make.
+#[derive(Debug)]
+pub(crate) struct BatchJob {
+    pub(crate) epoch: Epoch,
+    pub(crate) planned: PlannedBatch,
+    /// Seed of the epoch's random changes.
+    pub(crate) seed: Seed,
+    pub(crate) progress: Arc<JobProgress>,
+}
+
+/// A batch with the samples that it skips.
+#[derive(Debug)]
+pub(crate) struct MadeBatch<T> {
+    pub(crate) result: Result<T>,
+    pub(crate) skipped: Vec<SkippedSample>,
+}
+
+/// Makes a batch from its samples.
+pub(crate) type MakeBatch<T> = dyn Fn(BatchJob) -> MadeBatch<T> + Send + Sync;
+
+/// The activity of the thread that makes a batch, for other threads to see.
+///
+/// All accesses are relaxed: the values guard no other memory.
+#[derive(Debug)]
+pub(crate) struct JobProgress {
+    /// Index of the sample that is read, or one of the following values.
+    sample: AtomicU64,
+    /// Whether nobody will take the batch. All batches of an epoch share it.
+    is_cancelled: Arc<AtomicBool>,
+}
+
+const NOT_BEGUN: u64 = u64::MAX;
+const COLLATING: u64 = u64::MAX - 1;
+
+impl JobProgress {
+    pub(crate) fn new(is_cancelled: Arc<AtomicBool>) -> Self {
+        Self { sample: AtomicU64::new(NOT_BEGUN), is_cancelled }
+    }
+
+    fn set(&self, sample: u64) {
+        self.sample.store(sample, Ordering::Relaxed);
+    }
+
+    fn is_cancelled(&self) -> bool {
+        self.is_cancelled.load(Ordering::Relaxed)
+    }
+
+    /// Returns the activity in words.
+    pub(crate) fn describe(&self) -> String {
+        match self.sample.load(Ordering::Relaxed) {
+            NOT_BEGUN => "another batch".into(),
+            COLLATING => "the function that collates".into(),
+            sample => format!("sample {sample}"),
+        }
+    }
+}
+
+/// Reads the samples of a batch and collates them.
+pub(crate) fn make_batch<D: Dataset, T>(
+    dataset: &D,
+    on_error: OnError,
+    collate: impl Fn(SampleBatch<D::Item>) -> Result<T, BoxError>,
+    job: BatchJob,
+) -> MadeBatch<T> {
+    let BatchJob { epoch, planned, seed, progress } = job;
+    let number = planned.number;
+    let mut skipped = Vec::new();
+    let samples =
+        match read_samples(dataset, on_error, epoch, planned, seed, &progress, &mut skipped) {
+            Ok(samples) => samples,
+            Err(error) => return MadeBatch { result: Err(error), skipped },
+        };
+    if samples.items.is_empty() {
+        let result = Err(Error::EmptyBatch { epoch: epoch.as_u64(), batch: number });
+        return MadeBatch { result, skipped };
+    }
+    progress.set(COLLATING);
+    let error = |source| Error::Collate { epoch: epoch.as_u64(), batch: number, source };
+    MadeBatch { result: collate(samples).map_err(error), skipped }
+}
+
+fn read_samples<D: Dataset>(
+    dataset: &D,
+    on_error: OnError,
+    epoch: Epoch,
+    planned: PlannedBatch,
+    seed: Seed,
+    progress: &JobProgress,
+    skipped: &mut Vec<SkippedSample>,
+) -> Result<SampleBatch<D::Item>> {
+    let PlannedBatch { number, mut batch, is_padding, lengths } = planned;
+    dataset.prefetch(&batch.indices);
+    let indices = std::mem::take(&mut batch.indices);
+    let has_lengths = lengths.is_some();
+    let items = Vec::with_capacity(indices.len());
+    let mut samples =
+        SampleBatch { epoch, number, batch, items, is_padding: Vec::new(), has_lengths };
+    for (position, (index, is_padding)) in indices.into_iter().zip(is_padding).enumerate() {
+        if progress.is_cancelled() {
+            // Nobody takes this batch.
+            break;
+        }
+        progress.set(index);
+        match dataset.read_seeded(index, seed.derive(index)) {
+            Ok(item) => {
+                samples.batch.indices.push(index);
+                samples.items.push(item);
+                samples.is_padding.push(is_padding);
+            }
+            Err(source) if on_error == OnError::Stop => {
+                return Err(Error::Sample { index, source });
+            }
+            Err(error) => {
+                let length = lengths.as_ref().map_or(1, |lengths| lengths[position]);
+                samples.batch.real_tokens = samples.batch.real_tokens.saturating_sub(length);
+                skipped.push(SkippedSample { epoch, index, error });
+            }
+        }
+    }
+    Ok(samples)
+}

@@ -1,0 +1,80 @@
+//! A queue of results that are made ahead of time.
+
+mod iter;
+pub(crate) mod pool;
+
+pub use self::iter::PrefetchIter;
+use crate::{
+    error::{Error, Result},
+    queue::pool::WorkerPool,
+};
+
+/// Changes items on background threads, ahead of the thread that takes the results, like the
+/// workers of PyTorch's `DataLoader`.
+///
+/// The result equals `items.map(f)`, in order, for any number of threads. A
+/// [`DataLoader`](crate::DataLoader) also reads samples and can be resumed.
+///
+/// # Determinism
+///
+/// As deterministic as `items` and the function. Random numbers in the function must depend on its
+/// input and not on a generator shared by threads.
+///
+/// # Examples
+///
+/// ```
+/// let texts = ["to be", "or not", "to be"];
+/// let lengths = data_loader::prefetch([2, 0, 1]).threads(2).map(move |n: usize| texts[n].len())?;
+/// assert_eq!(lengths.collect::<Vec<_>>(), [5, 5, 6]);
+/// # Ok::<(), data_loader::Error>(())
+/// ```
+pub fn prefetch<I: IntoIterator>(items: I) -> PrefetchBuilder<I::IntoIter> {
+    PrefetchBuilder { items: items.into_iter(), threads: 1, depth: None }
+}
+
+/// The settings of [`prefetch`].
+#[derive(Clone, Debug)]
+#[must_use = "nothing is prefetched before `map`"]
+pub struct PrefetchBuilder<I> {
+    items: I,
+    threads: usize,
+    depth: Option<usize>,
+}
+
+impl<I: Iterator> PrefetchBuilder<I> {
+    /// Sets the number of threads; 1 by default. With 0, the thread that takes a result makes it.
+    pub fn threads(self, threads: usize) -> Self {
+        Self { threads, ..self }
+    }
+
+    /// Sets the maximum number of results that are ready or in progress; two per thread by default.
+    /// Reserve memory for one more, which the taker uses.
+    pub fn depth(self, depth: usize) -> Self {
+        Self { depth: Some(depth), ..self }
+    }
+
+    /// Starts the threads; `f` makes a result of an item.
+    ///
+    /// The thread that takes the results also advances `items`, so they may borrow.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`] for a depth of 0 although there are threads, and [`Error::Threads`] if
+    /// the operating system cannot start the threads.
+    pub fn map<T, F>(self, f: F) -> Result<PrefetchIter<I, F, T>>
+    where
+        I::Item: Send + 'static,
+        T: Send + 'static,
+        F: Fn(I::Item) -> T + Send + Sync + 'static,
+    {
+        let Self { items, threads, depth } = self;
+        let depth = depth.unwrap_or(threads.saturating_mul(2));
+        if threads == 0 {
+            return Ok(PrefetchIter::new(items, f, None, 0));
+        }
+        if depth == 0 {
+            return Err(Error::setting("the number of prefetched results", depth, "at least 1"));
+        }
+        Ok(PrefetchIter::new(items, f, Some(WorkerPool::start(threads, None)?), depth))
+    }
+}

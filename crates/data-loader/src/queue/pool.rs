@@ -1,0 +1,161 @@
+//! Threads that run jobs.
+
+use std::{
+    collections::VecDeque,
+    fmt, io,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        mpsc::{self, Receiver},
+    },
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+use crate::error::{Error, Result};
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// Threads that run jobs in the order of their submission.
+///
+/// Dropping the pool drops all jobs that have not begun, and waits for the threads.
+pub(crate) struct WorkerPool {
+    shared: Arc<SharedQueue>,
+    threads: Vec<JoinHandle<()>>,
+    /// Time to wait for a thread that hangs in its job; no limit by default.
+    patience: Option<Duration>,
+}
+
+struct SharedQueue {
+    queue: Mutex<JobQueue>,
+    /// Wakes workers after a job was added or the queue was closed.
+    changed: Condvar,
+    /// Wakes the owner after a worker has ended.
+    ended: Condvar,
+}
+
+struct JobQueue {
+    jobs: VecDeque<Job>,
+    is_closed: bool,
+    n_threads: usize,
+}
+
+impl WorkerPool {
+    pub(crate) fn start(threads: usize, patience: Option<Duration>) -> Result<Self> {
+        let queue = JobQueue { jobs: VecDeque::new(), is_closed: false, n_threads: 0 };
+        let (changed, ended) = (Condvar::new(), Condvar::new());
+        let shared = Arc::new(SharedQueue { queue: Mutex::new(queue), changed, ended });
+        let mut pool = Self { shared, threads: Vec::new(), patience };
+        for number in 0..threads {
+            pool.start_thread(number).map_err(|source| Error::Threads { threads, source })?;
+        }
+        Ok(pool)
+    }
+
+    fn start_thread(&mut self, number: usize) -> io::Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let thread = thread::Builder::new().name(format!("data-loader-{number}"));
+        self.threads.push(thread.spawn(move || shared.work())?);
+        self.shared.lock().n_threads += 1;
+        Ok(())
+    }
+
+    /// Runs `f` on a thread.
+    pub(crate) fn submit<T: Send + 'static>(
+        &self,
+        f: impl FnOnce() -> T + Send + 'static,
+    ) -> PendingResult<T> {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        let job = move || {
+            // `f` is dropped in here, before its result is sent, so that the receiver of the last
+            // result is the only owner of what all the functions shared.
+            let result = catch_unwind(AssertUnwindSafe(f));
+            // Sending fails if nobody waits for the result.
+            drop(sender.send(result));
+        };
+        self.shared.lock().jobs.push_back(Box::new(job));
+        self.shared.changed.notify_one();
+        PendingResult { receiver }
+    }
+
+    /// Drops all jobs that have not begun.
+    pub(crate) fn clear(&self) {
+        let jobs = std::mem::take(&mut self.shared.lock().jobs);
+        // Dropping may run code of the user, so it happens without the lock.
+        drop(jobs);
+    }
+
+    /// Waits until all threads have ended, or as long as they may hang.
+    fn wait(&self) {
+        let queue = self.shared.lock();
+        let is_running = |queue: &mut JobQueue| queue.n_threads > 0;
+        match self.patience {
+            Some(patience) => {
+                drop(self.shared.ended.wait_timeout_while(queue, patience, is_running));
+            }
+            None => drop(self.shared.ended.wait_while(queue, is_running)),
+        }
+    }
+}
+
+impl SharedQueue {
+    fn lock(&self) -> MutexGuard<'_, JobQueue> {
+        // No code of users runs under this lock, so the queue is consistent after a panic.
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn work(&self) {
+        while let Some(job) = self.next_job() {
+            job();
+        }
+        self.lock().n_threads -= 1;
+        self.ended.notify_all();
+    }
+
+    /// Waits for a job, or returns `None` after the queue was closed.
+    fn next_job(&self) -> Option<Job> {
+        let is_idle = |queue: &mut JobQueue| queue.jobs.is_empty() && !queue.is_closed;
+        let waited = self.changed.wait_while(self.lock(), is_idle);
+        waited.unwrap_or_else(PoisonError::into_inner).jobs.pop_front()
+    }
+}
+
+impl Drop for WorkerPool {
+    fn drop(&mut self) {
+        self.shared.lock().is_closed = true;
+        self.clear();
+        self.shared.changed.notify_all();
+        self.wait();
+        let is_complete = self.shared.lock().n_threads == 0;
+        for thread in self.threads.drain(..) {
+            // A thread that hangs is left behind; it ends when its job does.
+            if is_complete || thread.is_finished() {
+                drop(thread.join());
+            }
+        }
+    }
+}
+
+impl fmt::Debug for WorkerPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WorkerPool").field("threads", &self.threads.len()).finish_non_exhaustive()
+    }
+}
+
+/// The result of a job, which may not have begun.
+#[derive(Debug)]
+pub(crate) struct PendingResult<T> {
+    receiver: Receiver<thread::Result<T>>,
+}
+
+impl<T> PendingResult<T> {
+    /// Waits for the result, and raises a panic of the job in this thread. Returns `None` if it is
+    /// not ready in time.
+    pub(crate) fn wait(&self, limit: Option<Duration>) -> Option<T> {
+        let result = match limit {
+            None => self.receiver.recv().ok(),
+            Some(limit) => self.receiver.recv_timeout(limit).ok(),
+        };
+        result.map(|result| result.unwrap_or_else(|panic| resume_unwind(panic)))
+    }
+}

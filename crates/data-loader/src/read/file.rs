@@ -1,0 +1,200 @@
+//! Files that are read at any position by several threads at once.
+
+use std::{
+    fs::{File, Metadata},
+    io::{self, ErrorKind},
+    ops::Range,
+    path::{Path, PathBuf},
+    time::UNIX_EPOCH,
+};
+
+use core_types::Fingerprint;
+
+use crate::error::{Error, Result};
+
+/// The length and the time of a file: another content has another stamp.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct FileStamp {
+    pub(crate) n_bytes: u64,
+    /// Nanoseconds since 1970; 0 if the system has no times.
+    pub(crate) modified: u64,
+}
+
+impl FileStamp {
+    fn new(metadata: &Metadata) -> Self {
+        let modified = metadata.modified().ok();
+        let since_1970 = modified.and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+        let nanoseconds = since_1970.and_then(|time| u64::try_from(time.as_nanos()).ok());
+        Self { n_bytes: metadata.len(), modified: nanoseconds.unwrap_or(0) }
+    }
+}
+
+/// A file that must not change while it is read.
+#[derive(Debug)]
+pub(crate) struct DataFile {
+    path: PathBuf,
+    file: PositionedFile,
+    stamp: FileStamp,
+}
+
+impl DataFile {
+    pub(crate) fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(Error::io(path))?;
+        let metadata = file.metadata().map_err(Error::io(path))?;
+        if metadata.is_dir() {
+            return Err(Error::io(path)(ErrorKind::IsADirectory.into()));
+        }
+        let stamp = FileStamp::new(&metadata);
+        Ok(Self { path: path.into(), file: PositionedFile::new(file), stamp })
+    }
+
+    /// Opens a file again, which must have the same stamp as before.
+    pub(crate) fn reopen(path: &Path, stamp: FileStamp) -> Result<Self> {
+        let file = Self::open(path)?;
+        check_unchanged(path, stamp, file.stamp)?;
+        Ok(file)
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn stamp(&self) -> FileStamp {
+        self.stamp
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        self.stamp.n_bytes
+    }
+
+    /// Reads a range of bytes, which must be inside of the file.
+    ///
+    /// The stamp is compared after the read, because a file may change at any time before.
+    pub(crate) fn read(&self, range: Range<u64>) -> Result<Vec<u8>> {
+        // A range beyond the end would allocate memory for nothing.
+        let n_bytes = range.end.min(self.len()).saturating_sub(range.start);
+        let n_bytes = usize::try_from(n_bytes)
+            .map_err(|_| Error::io(&self.path)(ErrorKind::OutOfMemory.into()))?;
+        let mut bytes = vec![0; n_bytes];
+        let result = self.file.read_exact_at(&mut bytes, range.start);
+        self.check_unchanged()?;
+        result.map_err(Error::io(&self.path))?;
+        Ok(bytes)
+    }
+
+    /// Returns an error if the file has changed since it was opened.
+    pub(crate) fn check_unchanged(&self) -> Result<()> {
+        let metadata = self.file.metadata().map_err(Error::io(&self.path))?;
+        check_unchanged(&self.path, self.stamp, FileStamp::new(&metadata))
+    }
+
+    /// Returns a reader from a position to the end.
+    pub(crate) fn reader_at(&self, position: u64) -> FileReader<'_> {
+        FileReader { file: &self.file, position }
+    }
+
+    /// Returns a hash of the length and of the first and the last bytes.
+    ///
+    /// It equals that of a copy, which has another time.
+    pub(crate) fn edge_hash(&self) -> Result<u64> {
+        const EDGE_BYTES: u64 = 4096;
+        let mut fingerprint = Fingerprint::new();
+        fingerprint.write_u64(self.len());
+        fingerprint.write_bytes(&self.read(0..EDGE_BYTES)?);
+        fingerprint.write_bytes(&self.read(self.len().saturating_sub(EDGE_BYTES)..self.len())?);
+        Ok(fingerprint.finish())
+    }
+}
+
+fn check_unchanged(path: &Path, expected: FileStamp, found: FileStamp) -> Result<()> {
+    if expected == found {
+        return Ok(());
+    }
+    let (expected, found) = (expected.n_bytes, found.n_bytes);
+    Err(Error::FileChanged { path: path.into(), expected, found })
+}
+
+/// Reads a file from a position to the end, without the file's own position.
+#[derive(Debug)]
+pub(crate) struct FileReader<'a> {
+    file: &'a PositionedFile,
+    position: u64,
+}
+
+impl io::Read for FileReader<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let n_read = self.file.read_at(bytes, self.position)?;
+        self.position += n_read as u64;
+        Ok(n_read)
+    }
+}
+
+#[cfg(any(unix, windows))]
+#[derive(Debug)]
+struct PositionedFile(File);
+
+#[cfg(any(unix, windows))]
+impl PositionedFile {
+    fn new(file: File) -> Self {
+        Self(file)
+    }
+
+    fn metadata(&self) -> io::Result<Metadata> {
+        self.0.metadata()
+    }
+
+    #[cfg(unix)]
+    fn read_at(&self, bytes: &mut [u8], position: u64) -> io::Result<usize> {
+        std::os::unix::fs::FileExt::read_at(&self.0, bytes, position)
+    }
+
+    #[cfg(windows)]
+    fn read_at(&self, bytes: &mut [u8], position: u64) -> io::Result<usize> {
+        std::os::windows::fs::FileExt::seek_read(&self.0, bytes, position)
+    }
+}
+
+/// A file of a system without positioned reads: a lock guards its position.
+#[cfg(not(any(unix, windows)))]
+#[derive(Debug)]
+struct PositionedFile(std::sync::Mutex<File>);
+
+#[cfg(not(any(unix, windows)))]
+impl PositionedFile {
+    fn new(file: File) -> Self {
+        Self(std::sync::Mutex::new(file))
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, File> {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    fn metadata(&self) -> io::Result<Metadata> {
+        self.lock().metadata()
+    }
+
+    fn read_at(&self, bytes: &mut [u8], position: u64) -> io::Result<usize> {
+        use std::io::{Read, Seek, SeekFrom};
+
+        let mut file = self.lock();
+        file.seek(SeekFrom::Start(position))?;
+        file.read(bytes)
+    }
+}
+
+impl PositionedFile {
+    fn read_exact_at(&self, mut bytes: &mut [u8], mut position: u64) -> io::Result<()> {
+        while !bytes.is_empty() {
+            match self.read_at(bytes, position) {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(n_read) => {
+                    bytes = &mut bytes[n_read..];
+                    position += n_read as u64;
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}

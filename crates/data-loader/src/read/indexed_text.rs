@@ -1,0 +1,102 @@
+//! A text file with the places of its samples.
+
+use std::{
+    io::{self, Read},
+    path::{Path, PathBuf},
+};
+
+use crate::{
+    error::{BoxError, Error, Result},
+    read::{
+        file::{DataFile, FileStamp},
+        line_index::{IndexPlace, LineIndex, SamplePlace},
+        split_text::{BYTE_ORDER_MARK, SplitRule},
+    },
+};
+
+/// A text file with the places of its samples. The file itself is opened by the caller.
+#[derive(Debug)]
+pub(crate) struct IndexedText {
+    path: PathBuf,
+    stamp: FileStamp,
+    edge_hash: u64,
+    index: LineIndex,
+}
+
+/// The bytes of a sample with its separators.
+#[derive(Debug)]
+pub(crate) struct RawSample {
+    pub(crate) bytes: Vec<u8>,
+    place: SamplePlace,
+}
+
+impl IndexedText {
+    pub(crate) fn open(path: &Path, rule: SplitRule, place: &IndexPlace) -> Result<Self> {
+        let file = DataFile::open(path)?;
+        let index = LineIndex::open(&file, rule, place)?;
+        Ok(Self { path: path.into(), stamp: file.stamp(), edge_hash: file.edge_hash()?, index })
+    }
+
+    /// Opens the file, which must not have changed.
+    pub(crate) fn reopen(&self) -> Result<DataFile> {
+        DataFile::reopen(&self.path, self.stamp)
+    }
+
+    pub(crate) fn index(&self) -> &LineIndex {
+        &self.index
+    }
+
+    /// Returns numbers that tell this content from another's.
+    pub(crate) fn identity(&self) -> [u64; 2] {
+        [self.edge_hash, self.index.len()]
+    }
+
+    /// Reads a sample, without a byte order mark at the start of the file.
+    pub(crate) fn read(&self, file: &DataFile, index: u64) -> Result<RawSample> {
+        let place = self.index.place(index)?;
+        let mut bytes = file.read(place.bytes.clone())?;
+        if place.bytes.start == 0 && bytes.starts_with(BYTE_ORDER_MARK) {
+            bytes.drain(..BYTE_ORDER_MARK.len());
+        }
+        Ok(RawSample { bytes, place })
+    }
+
+    /// Returns the error of an invalid sample, with the number of its first line that is not empty.
+    pub(crate) fn invalid_line(
+        &self,
+        file: &DataFile,
+        sample: &RawSample,
+        source: impl Into<BoxError>,
+    ) -> Error {
+        let n_blank = sample.bytes.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
+        let n_blank_lines = count_newlines(&sample.bytes[..n_blank]);
+        let known = sample.place.known_position;
+        let between = file.reader_at(known).take(sample.place.bytes.start - known);
+        match count_lines(between) {
+            Ok(n_lines) => Error::Line {
+                path: self.path.clone(),
+                line: sample.place.lines_before_known + n_lines + n_blank_lines + 1,
+                source: source.into(),
+            },
+            Err(error) => Error::io(&self.path)(error),
+        }
+    }
+}
+
+fn count_newlines(bytes: &[u8]) -> u64 {
+    bytes.iter().filter(|&&byte| byte == b'\n').count() as u64
+}
+
+fn count_lines(mut source: impl Read) -> io::Result<u64> {
+    const BUFFER_BYTES: usize = 1 << 16;
+    let mut buffer = vec![0; BUFFER_BYTES];
+    let mut n_lines = 0;
+    loop {
+        match source.read(&mut buffer) {
+            Ok(0) => return Ok(n_lines),
+            Ok(n) => n_lines += count_newlines(&buffer[..n]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! The header of a NumPy array: a Python dictionary with dtype, order and shape.
+//!
+//! The format: <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>.
+
+use std::io::{self, ErrorKind, Read};
+
+use crate::{error::NpyFault, read::npy::dtype::NpyDtype};
+
+const MAGIC: [u8; 6] = *b"\x93NUMPY";
+
+/// NumPy's own limit for headers of untrusted files.
+const MAX_HEADER_BYTES: u64 = 10_000;
+
+/// The header of an array, followed by its numbers in C order.
+///
+/// # Examples
+///
+/// ```
+/// use data_loader::{NpyDtype, NpyHeader};
+///
+/// let header = NpyHeader { dtype: NpyDtype::F32, shape: vec![2, 3] };
+/// let bytes = header.to_bytes();
+/// let mut file = &bytes[..];
+/// assert_eq!(NpyHeader::read(&mut file)??, header);
+/// assert!(file.is_empty());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(clippy::exhaustive_structs, reason = "the format has no other properties")]
+pub struct NpyHeader {
+    /// Type of the numbers.
+    pub dtype: NpyDtype,
+    /// Sizes of the dimensions.
+    pub shape: Vec<u64>,
+}
+
+impl NpyHeader {
+    /// Returns true if a file with these first bytes, at least six, is an array.
+    pub fn is_array(first_bytes: &[u8]) -> bool {
+        first_bytes.starts_with(&MAGIC)
+    }
+
+    /// Reads a header. The numbers follow in `source`.
+    ///
+    /// # Errors
+    ///
+    /// An I/O error outside; inside, an [`NpyFault`] if the header is invalid or describes an array
+    /// of other types or order.
+    pub fn read(source: &mut impl Read) -> io::Result<Result<Self, NpyFault>> {
+        let text = match read_text(source) {
+            Ok(text) => text,
+            Err(error) if error.kind() == ErrorKind::UnexpectedEof => Err(NpyFault::NoHeader),
+            Err(error) => return Err(error),
+        };
+        Ok(text.and_then(|text| Self::parse(&text)))
+    }
+
+    fn parse(text: &str) -> Result<Self, NpyFault> {
+        let fields = HeaderFields::parse(text);
+        let HeaderFields { descr, fortran_order, shape } =
+            fields.ok_or_else(|| invalid_header(text))?;
+        let dtype = NpyDtype::parse(descr).ok_or_else(|| NpyFault::DtypeMismatch {
+            found: shorten(descr),
+            expected: "a little-endian number".into(),
+        })?;
+        if fortran_order != "False" {
+            return Err(NpyFault::FortranOrder);
+        }
+        let shape = parse_shape(shape).ok_or_else(|| invalid_header(text))?;
+        Ok(Self { dtype, shape })
+    }
+
+    /// Returns the bytes of the header, version 1. Their number is a multiple of 64.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        /// Alignment of the numbers, so that they can be mapped into memory.
+        const ALIGNMENT: usize = 64;
+        const BEFORE_TEXT: usize = MAGIC.len() + 4;
+
+        let sizes: String = self.shape.iter().map(|size| size.to_string() + ",").collect();
+        let dtype = self.dtype;
+        let mut text =
+            format!("{{'descr': '{dtype}', 'fortran_order': False, 'shape': ({sizes}), }}");
+        let n_bytes = (BEFORE_TEXT + text.len() + 1).next_multiple_of(ALIGNMENT) - BEFORE_TEXT;
+        text.extend(std::iter::repeat_n(' ', n_bytes - 1 - text.len()));
+        text.push('\n');
+        // NumPy allows 64 dimensions of 20 digits, which 16 bits can count.
+        let [low, high, ..] = n_bytes.to_le_bytes();
+        [&MAGIC[..], &[1, 0, low, high], text.as_bytes()].concat()
+    }
+
+    /// Returns the bytes of the numbers, or `None` if 64 bits cannot count them.
+    pub(crate) fn n_data_bytes(&self) -> Option<u64> {
+        let sizes = self.shape.iter();
+        sizes.copied().try_fold(self.dtype.n_bytes() as u64, u64::checked_mul)
+    }
+}
+
+/// Reads the text of a header.
+fn read_text(source: &mut impl Read) -> io::Result<Result<String, NpyFault>> {
+    let mut start = [0; 8];
+    source.read_exact(&mut start)?;
+    let n_size_bytes = match start[6] {
+        1 => 2,
+        2 | 3 => 4,
+        _ => 0,
+    };
+    if start[..6] != MAGIC || n_size_bytes == 0 {
+        return Ok(Err(NpyFault::NoHeader));
+    }
+    let mut size = [0; 4];
+    source.read_exact(&mut size[..n_size_bytes])?;
+    let bytes = u32::from_le_bytes(size).into();
+    if bytes > MAX_HEADER_BYTES {
+        return Ok(Err(NpyFault::HeaderTooLong { bytes, max: MAX_HEADER_BYTES }));
+    }
+    let mut text = Vec::new();
+    source.take(bytes).read_to_end(&mut text)?;
+    if (text.len() as u64) < bytes {
+        return Ok(Err(NpyFault::NoHeader));
+    }
+    let text = String::from_utf8(text);
+    Ok(text.map_err(|fault| invalid_header(&String::from_utf8_lossy(fault.as_bytes()))))
+}
+
+/// The unparsed values of a header.
+///
+/// A parser for Python literals would accept more, only to reject it later.
+struct HeaderFields<'a> {
+    descr: &'a str,
+    fortran_order: &'a str,
+    shape: &'a str,
+}
+
+impl<'a> HeaderFields<'a> {
+    fn parse(text: &'a str) -> Option<Self> {
+        let value =
+            |key: &str| Some(text.split_once(key)?.1.trim_start().strip_prefix(':')?.trim_start());
+        let cut_at = |end: &[char], value: &'a str| Some(value.split_once(end)?.0.trim_end());
+        let shape = value("'shape'")?.strip_prefix('(')?;
+        Some(Self {
+            descr: cut_at(&[',', '}'], value("'descr'")?)?,
+            fortran_order: cut_at(&[',', '}'], value("'fortran_order'")?)?,
+            shape: cut_at(&[')'], shape)?,
+        })
+    }
+}
+
+/// Parses the sizes of a tuple: `""`, `"5,"` or `"2, 3"`.
+fn parse_shape(text: &str) -> Option<Vec<u64>> {
+    let text = text.trim();
+    let text = text.strip_suffix(',').unwrap_or(text);
+    if text.is_empty() {
+        return Some(Vec::new());
+    }
+    text.split(',').map(|size| size.trim().parse().ok()).collect()
+}
+
+fn invalid_header(text: &str) -> NpyFault {
+    NpyFault::InvalidHeader { header: shorten(text) }
+}
+
+/// Returns the start of an untrusted text, with control characters escaped.
+fn shorten(text: &str) -> String {
+    const MAX_CHARS: usize = 200;
+    text.trim_end().chars().take(MAX_CHARS).flat_map(char::escape_debug).collect()
+}

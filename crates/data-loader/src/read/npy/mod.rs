@@ -1,0 +1,237 @@
+//! Rows of NumPy arrays, and windows over them.
+
+pub(crate) mod dtype;
+pub(crate) mod header;
+
+use std::{io::BufReader, marker::PhantomData, path::Path};
+
+use core_types::Fingerprint;
+
+use crate::{
+    dataset::Dataset,
+    error::{BoxError, Error, NpyFault, Result},
+    read::{
+        file::DataFile,
+        npy::{
+            dtype::{NpyDtype, NpyElement},
+            header::NpyHeader,
+        },
+    },
+};
+
+/// The numbers of a sample, in C order.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct NumberArray<T> {
+    /// Numbers.
+    pub values: Vec<T>,
+    /// Sizes of the dimensions; empty for a single number.
+    pub shape: Vec<usize>,
+}
+
+/// The rows of a NumPy array, or windows over them, read when they are asked for.
+///
+/// # Shapes
+///
+/// A row of an array of shape `[n, a, b]` has shape `[a, b]`. A window has shape `[length, a, b]`.
+///
+/// # Examples
+///
+/// Windows of 3 time steps, 2 steps apart, over a series of 2 features:
+///
+/// ```
+/// use data_loader::{Dataset, NpyDataset, NpyDtype, NpyHeader};
+///
+/// # let folder = core_types::files::AtomicFolder::new(std::env::temp_dir().join("example"))?;
+/// # let path = folder.path().join("series.npy");
+/// let mut file = NpyHeader { dtype: NpyDtype::F32, shape: vec![6, 2] }.to_bytes();
+/// file.extend((0_u8..12).flat_map(|n| f32::from(n).to_le_bytes()));
+/// std::fs::write(&path, file)?;
+///
+/// let windows = NpyDataset::<f32>::open(&path)?.windows(3, 2)?;
+/// let window = windows.read(1)?;
+/// assert_eq!((windows.len(), window.shape), (2, vec![3, 2]));
+/// assert_eq!(window.values, [4., 5., 6., 7., 8., 9.]);
+/// # Ok::<(), data_loader::BoxError>(())
+/// ```
+#[derive(Debug)]
+pub struct NpyDataset<T> {
+    file: DataFile,
+    dtype: NpyDtype,
+    /// Position of the first number.
+    data_start: u64,
+    n_rows: u64,
+    row_shape: Vec<usize>,
+    row_bytes: u64,
+    window: Option<WindowShape>,
+    element: PhantomData<fn() -> T>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct WindowShape {
+    length: u64,
+    stride: u64,
+}
+
+impl<T: NpyElement> NpyDataset<T> {
+    /// Opens an array of exactly this type.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Io`], or [`Error::Npy`] if the file is not an array of this type in C order with at
+    /// least one dimension, or has another length than the array.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let array = Self::open_any(path.as_ref())?;
+        if array.dtype == T::DTYPE { Ok(array) } else { Err(array.dtype_mismatch()) }
+    }
+
+    /// Opens an array of any type, whose numbers are converted to `T`.
+    ///
+    /// Conversions to real numbers round. Conversions between integers are exact: a number that is
+    /// out of range is an error when it is read.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`open`](Self::open), also for an array of real numbers if `T` is an integer.
+    pub fn open_as(path: impl AsRef<Path>) -> Result<Self> {
+        let array = Self::open_any(path.as_ref())?;
+        let is_possible = T::DTYPE.is_real() || !array.dtype.is_real();
+        if is_possible { Ok(array) } else { Err(array.dtype_mismatch()) }
+    }
+
+    fn dtype_mismatch(&self) -> Error {
+        let (found, expected) = (self.dtype.to_string(), T::DTYPE.to_string());
+        npy_error(&self.file, NpyFault::DtypeMismatch { found, expected })
+    }
+
+    fn open_any(path: &Path) -> Result<Self> {
+        let file = DataFile::open(path)?;
+        // The buffer is a header; the numbers are read from the file.
+        let mut source = CountingReader { source: BufReader::new(file.reader_at(0)), n_bytes: 0 };
+        let header = NpyHeader::read(&mut source).map_err(Error::io(path))?;
+        let data_start = source.n_bytes;
+        let header = header.map_err(|fault| npy_error(&file, fault))?;
+        let (n_rows, row_shape, row_bytes) = check_shape(&header, data_start, file.len())
+            .map_err(|fault| npy_error(&file, fault))?;
+        Ok(Self {
+            file,
+            dtype: header.dtype,
+            data_start,
+            n_rows,
+            row_shape,
+            row_bytes,
+            window: None,
+            element: PhantomData,
+        })
+    }
+
+    /// Makes each `length` neighboring rows a sample; samples begin `stride` rows apart.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`] for a length or stride of 0.
+    pub fn windows(self, length: u64, stride: u64) -> Result<Self> {
+        for (name, value) in [("the length of a window", length), ("the stride", stride)] {
+            if value == 0 {
+                return Err(Error::setting(name, value, "at least 1"));
+            }
+        }
+        Ok(Self { window: Some(WindowShape { length, stride }), ..self })
+    }
+
+    fn decode(&self, bytes: &[u8]) -> Result<Vec<T>, BoxError> {
+        let n_bytes = self.dtype.n_bytes();
+        if self.dtype == T::DTYPE {
+            return Ok(bytes.chunks_exact(n_bytes).map(T::from_bytes).collect());
+        }
+        let mut values = Vec::with_capacity(bytes.len() / n_bytes);
+        for chunk in bytes.chunks_exact(n_bytes) {
+            let mut word = [0; 8];
+            word[..n_bytes].copy_from_slice(chunk);
+            let number = self.dtype.decode(word);
+            let value = T::from_number(number);
+            values.push(value.ok_or_else(|| {
+                format!("{number} in {} is no {}", self.file.path().display(), T::DTYPE)
+            })?);
+        }
+        Ok(values)
+    }
+}
+
+fn npy_error(file: &DataFile, source: NpyFault) -> Error {
+    Error::Npy { path: file.path().into(), source }
+}
+
+/// Returns the number, the shape and the bytes of the rows.
+fn check_shape(
+    header: &NpyHeader,
+    data_start: u64,
+    n_file_bytes: u64,
+) -> Result<(u64, Vec<usize>, u64), NpyFault> {
+    let invalid = || NpyFault::InvalidShape { shape: header.shape.clone() };
+    let (&n_rows, row_sizes) = header.shape.split_first().ok_or_else(invalid)?;
+    let row_shape = row_sizes.iter().map(|&size| usize::try_from(size));
+    let row_shape = row_shape.collect::<Result<Vec<usize>, _>>().map_err(|_| invalid())?;
+    let n_data_bytes = header.n_data_bytes().ok_or_else(invalid)?;
+    let expected = data_start.checked_add(n_data_bytes).ok_or_else(invalid)?;
+    if n_file_bytes != expected {
+        return Err(NpyFault::LengthMismatch { found: n_file_bytes, expected });
+    }
+    // Rows without numbers would be samples without bytes, of any number.
+    let row_bytes = n_data_bytes.checked_div(n_rows).unwrap_or(0);
+    if row_bytes == 0 && n_rows > 0 {
+        return Err(invalid());
+    }
+    Ok((n_rows, row_shape, row_bytes))
+}
+
+/// Counts the bytes that are read.
+struct CountingReader<R> {
+    source: R,
+    n_bytes: u64,
+}
+
+impl<R: std::io::Read> std::io::Read for CountingReader<R> {
+    fn read(&mut self, bytes: &mut [u8]) -> std::io::Result<usize> {
+        let n_read = self.source.read(bytes)?;
+        self.n_bytes += n_read as u64;
+        Ok(n_read)
+    }
+}
+
+impl<T: NpyElement> Dataset for NpyDataset<T> {
+    type Item = NumberArray<T>;
+
+    fn len(&self) -> u64 {
+        match self.window {
+            None => self.n_rows,
+            Some(WindowShape { length, .. }) if length > self.n_rows => 0,
+            Some(WindowShape { length, stride }) => (self.n_rows - length) / stride + 1,
+        }
+    }
+
+    fn read(&self, index: u64) -> Result<NumberArray<T>, BoxError> {
+        let len = self.len();
+        if index >= len {
+            return Err(Error::IndexOutOfRange { index, len }.into());
+        }
+        let WindowShape { length, stride } =
+            self.window.unwrap_or(WindowShape { length: 1, stride: 1 });
+        // All rows are in the file, so these products are below its length.
+        let start = self.data_start + index * stride * self.row_bytes;
+        let values = self.decode(&self.file.read(start..start + length * self.row_bytes)?)?;
+        let mut shape = self.row_shape.clone();
+        if self.window.is_some() {
+            shape.insert(0, usize::try_from(length)?);
+        }
+        Ok(NumberArray { values, shape })
+    }
+
+    fn fingerprint(&self) -> Option<u64> {
+        let WindowShape { length, stride } =
+            self.window.unwrap_or(WindowShape { length: 0, stride: 0 });
+        let mut fingerprint = Fingerprint::new();
+        fingerprint.extend([self.file.edge_hash().ok()?, length, stride]);
+        Some(fingerprint.finish())
+    }
+}

@@ -1,0 +1,240 @@
+//! Lines, paragraphs or whole files of text.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use core_types::Fingerprint;
+use dyn_batch::SequenceLengths;
+
+use crate::{
+    dataset::{Dataset, concat::locate},
+    error::{BoxError, Error, Result},
+    read::{
+        file::DataFile,
+        indexed_text::{IndexedText, RawSample},
+        line_index::{INDEX_EXTENSION, IndexPlace},
+        open_cache::OpenCache,
+        split_text::{MIN_SAMPLE_BYTES, SplitRule, TextUnit},
+    },
+};
+
+/// The configuration of a [`TextDataset`].
+///
+/// # Examples
+///
+/// ```
+/// use data_loader::{TextConfig, TextUnit};
+///
+/// let config = TextConfig::default().with_unit(TextUnit::Paragraph).with_max_bytes(512);
+/// assert_eq!(config.max_bytes, Some(512));
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TextConfig {
+    /// Part of a file that is a sample; [`TextUnit::Line`] by default.
+    pub unit: TextUnit,
+    /// Maximum bytes of a sample, at least 8; none by default.
+    pub max_bytes: Option<u64>,
+    /// Place of the line index; [`IndexPlace::InMemory`] by default.
+    pub index: IndexPlace,
+}
+
+impl TextConfig {
+    /// Sets the part of a file that is a sample; [`TextUnit::Line`] by default.
+    #[must_use]
+    pub fn with_unit(self, unit: TextUnit) -> Self {
+        Self { unit, ..self }
+    }
+
+    /// Cuts longer samples into pieces of at most this many bytes, between characters; no limit by
+    /// default.
+    #[must_use]
+    pub fn with_max_bytes(self, max_bytes: u64) -> Self {
+        Self { max_bytes: Some(max_bytes), ..self }
+    }
+
+    /// Sets the place of the line index; in memory by default.
+    #[must_use]
+    pub fn with_index(self, index: IndexPlace) -> Self {
+        Self { index, ..self }
+    }
+}
+
+/// Texts of a file or folder, read when they are asked for.
+///
+/// A folder stands for all files below it in the order of their paths, without hidden files and
+/// line indexes. Line ends become `\n`, and a byte order mark is removed. A sample that is not
+/// UTF-8 is an error when it is read. Clones share the files.
+///
+/// The lengths for a batcher are bytes in the file with the separators, so no text is read for
+/// them. A length is at least the number of bytes of the text.
+///
+/// # Complexity
+///
+/// Opening reads the files once, to find the samples, unless an index is kept. The index takes 4.1
+/// bytes of memory per sample.
+///
+/// # Examples
+///
+/// ```
+/// use data_loader::{Dataset, TextConfig, TextDataset, TextUnit};
+///
+/// # let folder = core_types::files::AtomicFolder::new(std::env::temp_dir().join("example"))?;
+/// # let path = folder.path().join("poem.txt");
+/// std::fs::write(&path, "to be\nor not\n\nto be")?;
+/// let lines = TextDataset::open(&path)?;
+/// assert_eq!((lines.len(), lines.read(1)?.as_str()), (4, "or not"));
+///
+/// let config = TextConfig::default().with_unit(TextUnit::Paragraph);
+/// let paragraphs = TextDataset::open_with(&path, &config)?;
+/// assert_eq!((paragraphs.len(), paragraphs.read(0)?.as_str()), (2, "to be\nor not"));
+/// # Ok::<(), data_loader::BoxError>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct TextDataset {
+    files: Arc<TextFiles>,
+}
+
+#[derive(Debug)]
+struct TextFiles {
+    unit: TextUnit,
+    texts: Vec<IndexedText>,
+    /// End of the samples of each file.
+    ends: Vec<u64>,
+    open_files: OpenCache<DataFile>,
+}
+
+/// Systems allow at least 256 open files in a process.
+const MAX_OPEN_FILES: usize = 64;
+
+impl TextDataset {
+    /// Opens the lines of a file or folder.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Io`], [`Error::FileChanged`] and [`Error::SamplesTooLong`].
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        Self::open_with(path, &TextConfig::default())
+    }
+
+    /// Opens the texts of a file or folder.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`open`](Self::open), and [`Error::Setting`] for less than 8 bytes per sample
+    /// or a single index file for a folder.
+    pub fn open_with(path: impl AsRef<Path>, config: &TextConfig) -> Result<Self> {
+        let path = path.as_ref();
+        if config.max_bytes.is_some_and(|max_bytes| max_bytes < MIN_SAMPLE_BYTES) {
+            let value = config.max_bytes.unwrap_or(0);
+            return Err(Error::setting("the maximum of bytes per sample", value, "at least 8"));
+        }
+        if path.is_dir() && matches!(config.index, IndexPlace::At(_)) {
+            let expected = "in memory or beside the files of a folder";
+            return Err(Error::setting("the place of the index", "one file", expected));
+        }
+        let rule =
+            SplitRule { unit: config.unit, skips_blank_lines: false, max_bytes: config.max_bytes };
+        let mut texts = Vec::new();
+        let mut ends = Vec::new();
+        let mut end = 0_u64;
+        for file in list_files(path)? {
+            let text = IndexedText::open(&file, rule, &config.index)?;
+            // Each sample has a byte, so no file system holds 2^64.
+            end = end.saturating_add(text.index().len());
+            ends.push(end);
+            texts.push(text);
+        }
+        let open_files = OpenCache::new(MAX_OPEN_FILES);
+        Ok(Self { files: Arc::new(TextFiles { unit: config.unit, texts, ends, open_files }) })
+    }
+}
+
+/// Returns the file at `path`, or the files below a folder in the order of their paths.
+fn list_files(path: &Path) -> Result<Vec<PathBuf>> {
+    if !path.is_dir() {
+        return Ok(vec![path.into()]);
+    }
+    let mut files = Vec::new();
+    let mut folders = vec![path.to_path_buf()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).map_err(Error::io(&folder))? {
+            let path = entry.map_err(Error::io(&folder))?.path();
+            let is_hidden =
+                path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
+            let is_index = path.extension().is_some_and(|end| end == INDEX_EXTENSION);
+            match path.is_dir() {
+                _ if is_hidden || is_index => {}
+                true => folders.push(path),
+                false => files.push(path),
+            }
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+impl TextFiles {
+    fn read(&self, index: u64) -> Result<String> {
+        let (number, index) = locate(&self.ends, index)?;
+        let text = &self.texts[number];
+        let file = self.open_files.get(number as u64, || text.reopen())?;
+        let sample = text.read(&file, index)?;
+        match std::str::from_utf8(&sample.bytes) {
+            Ok(_) => Ok(self.clean(sample)),
+            Err(fault) => Err(text.invalid_line(&file, &sample, fault)),
+        }
+    }
+
+    /// Removes separators and converts line ends.
+    fn clean(&self, sample: RawSample) -> String {
+        let text = String::from_utf8_lossy(&sample.bytes);
+        match self.unit {
+            TextUnit::Line => {
+                let line = text.strip_suffix('\n');
+                line.map_or(&*text, |line| line.strip_suffix('\r').unwrap_or(line)).to_owned()
+            }
+            TextUnit::Paragraph => {
+                let text = text.replace("\r\n", "\n");
+                // Skipped paragraphs of white space may come before. A piece may be blank itself.
+                let is_blank = |text: &str| text.bytes().all(|byte| byte.is_ascii_whitespace());
+                let text = text.trim_end_matches('\n');
+                let nonblank = text.split("\n\n").find(|text| !is_blank(text));
+                let paragraph = nonblank.or_else(|| text.rsplit("\n\n").next()).unwrap_or(text);
+                paragraph.trim_matches('\n').to_owned()
+            }
+            TextUnit::Document => text.replace("\r\n", "\n"),
+        }
+    }
+}
+
+impl Dataset for TextDataset {
+    type Item = String;
+
+    fn len(&self) -> u64 {
+        self.files.ends.last().copied().unwrap_or(0)
+    }
+
+    fn read(&self, index: u64) -> Result<String, BoxError> {
+        Ok(self.files.read(index)?)
+    }
+
+    fn fingerprint(&self) -> Option<u64> {
+        let identities = self.files.texts.iter().flat_map(IndexedText::identity);
+        Some(identities.collect::<Fingerprint>().finish())
+    }
+}
+
+impl SequenceLengths for TextDataset {
+    fn count(&self) -> u64 {
+        Dataset::len(self)
+    }
+
+    fn length(&self, index: u64) -> Option<u64> {
+        let (number, index) = locate(&self.files.ends, index).ok()?;
+        self.files.texts[number].index().n_bytes(index).ok()
+    }
+}

@@ -1,0 +1,173 @@
+//! Files of tokens.
+
+use std::path::Path;
+
+use core_types::Fingerprint;
+
+use crate::{
+    dataset::Dataset,
+    error::{BoxError, Error, Result},
+    read::file::DataFile,
+};
+
+/// The type of the tokens in a file, little-endian.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum TokenType {
+    /// 8 bits, such as bytes.
+    U8,
+    /// 16 bits, for vocabularies below 65,536.
+    U16,
+    /// 32 bits.
+    U32,
+}
+
+impl TokenType {
+    fn n_bytes(self) -> u64 {
+        match self {
+            Self::U8 => 1,
+            Self::U16 => 2,
+            Self::U32 => 4,
+        }
+    }
+}
+
+/// Blocks of tokens of a `.bin` file, as nanoGPT and litGPT write them.
+///
+/// nanoGPT's files are bare tokens, such as `train.bin`. litGPT's packed files have a header of 24
+/// bytes, which is recognized and must match the type. Tokens behind the last complete block are
+/// not read.
+///
+/// # Complexity
+///
+/// Opening takes the same time for files of any length.
+///
+/// # Examples
+///
+/// Blocks of 4 tokens, each with the next token as the last target:
+///
+/// ```
+/// use data_loader::{Dataset, TokenDataset, TokenType};
+///
+/// # let folder = core_types::files::AtomicFolder::new(std::env::temp_dir().join("example"))?;
+/// # let path = folder.path().join("train.bin");
+/// let bytes: Vec<u8> = (0..10_u16).flat_map(u16::to_le_bytes).collect();
+/// std::fs::write(&path, bytes)?;
+/// let blocks = TokenDataset::open(&path, TokenType::U16, 5)?.stride(4)?;
+/// assert_eq!((blocks.len(), blocks.read(1)?), (2, vec![4, 5, 6, 7, 8]));
+/// # Ok::<(), data_loader::BoxError>(())
+/// ```
+#[derive(Debug)]
+pub struct TokenDataset {
+    file: DataFile,
+    token_type: TokenType,
+    /// Position of the first token.
+    data_start: u64,
+    n_tokens: u64,
+    block: u64,
+    stride: u64,
+}
+
+const LITGPT_MAGIC: &[u8] = b"LITPKDS";
+/// The magic bytes, a version, a code of the type, and a number of tokens.
+const LITGPT_HEADER_BYTES: u64 = 24;
+const LITGPT_VERSION: [u8; 8] = 1_u64.to_le_bytes();
+
+impl TokenDataset {
+    /// Opens a file; each sample is a block of `block` tokens. Blocks do not overlap.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Io`]; [`Error::Setting`] for a block of 0 tokens; [`Error::Tokens`] if the file has
+    /// an incomplete token, or a header of another type or version.
+    pub fn open(path: impl AsRef<Path>, token_type: TokenType, block: u64) -> Result<Self> {
+        let file = DataFile::open(path.as_ref())?;
+        if block == 0 {
+            return Err(Error::setting("the block length", block, "at least 1"));
+        }
+        let fault = |fault| Error::Tokens { path: file.path().into(), fault };
+        let first_bytes = file.read(0..LITGPT_HEADER_BYTES)?;
+        let data_start = header_bytes(&first_bytes, token_type).map_err(fault)?;
+        let n_bytes = file.len() - data_start;
+        if n_bytes % token_type.n_bytes() != 0 {
+            return Err(fault(format!("{n_bytes} bytes are no whole number of {token_type:?}")));
+        }
+        let n_tokens = n_bytes / token_type.n_bytes();
+        Ok(Self { file, token_type, data_start, n_tokens, block, stride: block })
+    }
+
+    /// Sets the distance between the starts of blocks, in tokens; the block length by default.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`] for a stride of 0.
+    pub fn stride(self, stride: u64) -> Result<Self> {
+        if stride == 0 {
+            return Err(Error::setting("the stride", stride, "at least 1"));
+        }
+        Ok(Self { stride, ..self })
+    }
+
+    fn decode(&self, bytes: &[u8]) -> Vec<u32> {
+        match self.token_type {
+            TokenType::U8 => bytes.iter().map(|&byte| byte.into()).collect(),
+            TokenType::U16 => {
+                let pairs = bytes.chunks_exact(2);
+                pairs.map(|pair| u16::from_le_bytes([pair[0], pair[1]]).into()).collect()
+            }
+            TokenType::U32 => {
+                let words = bytes.chunks_exact(4);
+                words.map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]])).collect()
+            }
+        }
+    }
+}
+
+/// Returns the bytes of litGPT's header, 0 without one, or describes its fault.
+fn header_bytes(first_bytes: &[u8], token_type: TokenType) -> Result<u64, String> {
+    let Some(rest) = first_bytes.strip_prefix(LITGPT_MAGIC) else { return Ok(0) };
+    let Some((&code, _)) = rest.strip_prefix(&LITGPT_VERSION).and_then(<[u8]>::split_first) else {
+        return Err("the header is not of version 1".into());
+    };
+    // Codes of signed types are read as unsigned: no token is negative.
+    let expected: &[u8] = match token_type {
+        TokenType::U8 => &[1, 2],
+        TokenType::U16 => &[3, 8],
+        TokenType::U32 => &[4],
+    };
+    if !expected.contains(&code) {
+        return Err(format!("the header has type {code}, which is not {token_type:?}"));
+    }
+    if (first_bytes.len() as u64) < LITGPT_HEADER_BYTES {
+        return Err("the header is cut short".into());
+    }
+    Ok(LITGPT_HEADER_BYTES)
+}
+
+impl Dataset for TokenDataset {
+    type Item = Vec<u32>;
+
+    fn len(&self) -> u64 {
+        match self.n_tokens.checked_sub(self.block) {
+            None => 0,
+            Some(last_start) => last_start / self.stride + 1,
+        }
+    }
+
+    fn read(&self, index: u64) -> Result<Vec<u32>, BoxError> {
+        let len = self.len();
+        if index >= len {
+            return Err(Error::IndexOutOfRange { index, len }.into());
+        }
+        // All blocks are in the file, so these products are below its length.
+        let n_bytes = self.token_type.n_bytes();
+        let start = self.data_start + index * self.stride * n_bytes;
+        Ok(self.decode(&self.file.read(start..start + self.block * n_bytes)?))
+    }
+
+    fn fingerprint(&self) -> Option<u64> {
+        let mut fingerprint = Fingerprint::new();
+        fingerprint.extend([self.file.edge_hash().ok()?, self.block, self.stride]);
+        Some(fingerprint.finish())
+    }
+}

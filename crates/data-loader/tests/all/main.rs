@@ -1,0 +1,6 @@
+mod histories;
+mod loader;
+mod queue;
+mod readers;
+mod sources;
+mod states;

@@ -1,0 +1,250 @@
+//! A state stands behind the last batch that was returned, and resumes on any world.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Condvar, Mutex},
+};
+
+use core_types::{Epoch, Placement, Seed};
+use data_loader::{
+    BoxError, DataLoader, Dataset, Error, LoaderBuilder, LoaderState, OnError, SampleBatch,
+};
+use dyn_batch::{BatchConfig, DynamicBatchStrategy};
+
+fn items(samples: SampleBatch<u64>) -> Result<Vec<u64>, BoxError> {
+    Ok(samples.items)
+}
+
+fn builder(n: u64) -> LoaderBuilder<Vec<u64>> {
+    let numbers = DataLoader::builder((0..n).collect::<Vec<_>>());
+    numbers.batch_size(5).shuffle(Seed::new(3)).prefetch_factor(3)
+}
+
+fn world(world_size: u64) -> impl Iterator<Item = Placement> {
+    (0..world_size).map(move |rank| Placement::new(rank, world_size).unwrap())
+}
+
+fn through_json(state: &LoaderState) -> LoaderState {
+    let json = serde_json::to_string(state).unwrap();
+    let read: LoaderState = serde_json::from_str(&json).unwrap();
+    assert_eq!(read, *state);
+    read
+}
+
+/// Numbers that count how many were read.
+#[derive(Clone)]
+struct Counting {
+    n: u64,
+    n_read: Arc<(Mutex<u64>, Condvar)>,
+}
+
+impl Dataset for Counting {
+    type Item = u64;
+
+    fn len(&self) -> u64 {
+        self.n
+    }
+
+    fn read(&self, index: u64) -> Result<u64, BoxError> {
+        *self.n_read.0.lock().unwrap() += 1;
+        self.n_read.1.notify_all();
+        Ok(index)
+    }
+}
+
+#[test]
+fn state_is_behind_the_returned_batch() {
+    let dataset = Counting { n: 200, n_read: Arc::default() };
+    let builder = DataLoader::builder(dataset.clone()).batch_size(5).num_workers(2);
+    let mut ahead = builder.prefetch_factor(4).collate(items).unwrap();
+    let mut alone = DataLoader::builder(dataset.clone()).batch_size(5).collate(items).unwrap();
+    assert_eq!(ahead.state_dict(), alone.state_dict());
+    for epoch in 0..2 {
+        ahead.set_epoch(Epoch::new(epoch)).unwrap();
+        alone.set_epoch(Epoch::new(epoch)).unwrap();
+        for _ in 0..10 {
+            assert_eq!(ahead.next().unwrap().unwrap(), alone.next().unwrap().unwrap());
+            assert_eq!(ahead.state_dict(), alone.state_dict());
+        }
+        // 10 batches were returned to each loader, and the workers are 8 ahead.
+        let n_expected = (epoch + 1) * (10 + 18) * 5;
+        let (n_read, changed) = &*dataset.n_read;
+        drop(changed.wait_while(n_read.lock().unwrap(), |n| *n < n_expected).unwrap());
+        assert_eq!(through_json(&ahead.state_dict()), alone.state_dict());
+    }
+}
+
+fn count(seen: &mut BTreeMap<u64, u32>, batch: Vec<u64>) {
+    for index in batch {
+        *seen.entry(index).or_default() += 1;
+    }
+}
+
+#[test]
+fn state_resumes_on_any_world() {
+    for (from, to) in [(1, 1), (2, 4), (4, 2), (3, 5), (8, 1)] {
+        for n_taken in 0..4 {
+            let mut seen = BTreeMap::new();
+            let mut states = Vec::new();
+            for place in world(from) {
+                let mut loader =
+                    builder(240).placement(place).num_workers(2).collate(items).unwrap();
+                loader.set_epoch(Epoch::new(1)).unwrap();
+                loader.by_ref().take(n_taken).for_each(|batch| count(&mut seen, batch.unwrap()));
+                states.push(through_json(&loader.state_dict()));
+            }
+            assert!(states.iter().all(|state| *state == states[0]));
+            for place in world(to) {
+                let mut loader =
+                    builder(240).placement(place).num_workers(1).collate(items).unwrap();
+                loader.load_state_dict(&states[0]).unwrap();
+                // A loop that sets its first epoch does not begin it anew.
+                loader.set_epoch(Epoch::new(1)).unwrap();
+                loader.for_each(|batch| count(&mut seen, batch.unwrap()));
+            }
+            assert!(seen.values().all(|&times| times == 1), "{from} to {to} after {n_taken}");
+            let n_left = 240 - n_taken as u64 * from * 5;
+            assert_eq!(seen.len() as u64, 240 - n_left % to, "{from} to {to} after {n_taken}");
+        }
+    }
+}
+
+#[test]
+fn batches_continue_with_their_numbers() {
+    let numbered = |samples: SampleBatch<u64>| Ok((samples.number, samples.items));
+    let mut whole = builder(103).collate(numbered).unwrap();
+    whole.set_epoch(Epoch::new(4)).unwrap();
+    let whole: Vec<_> = whole.map(Result::unwrap).collect();
+    let mut rest = builder(103).collate(numbered).unwrap();
+    for n in [0, 7, 20, 21] {
+        let mut loader = builder(103).collate(numbered).unwrap();
+        loader.set_epoch(Epoch::new(4)).unwrap();
+        assert_eq!(loader.by_ref().take(n).count(), n);
+        rest.load_state_dict(&through_json(&loader.state_dict())).unwrap();
+        assert_eq!(rest.len(), whole.len() - n);
+        assert_eq!(rest.epoch(), Some(Epoch::new(4)));
+        assert_eq!(rest.by_ref().map(Result::unwrap).collect::<Vec<_>>(), whole[n..]);
+    }
+    // The end of an epoch is a position, after which the next epoch follows.
+    rest.set_epoch(Epoch::new(5)).unwrap();
+    assert_eq!(rest.len(), 21);
+}
+
+#[test]
+fn state_of_other_loaders_is_rejected() {
+    let state = |builder: LoaderBuilder<Vec<u64>>| {
+        let mut loader = builder.collate(items).unwrap();
+        loader.set_epoch(Epoch::new(1)).unwrap();
+        loader.next().unwrap().unwrap();
+        loader.state_dict()
+    };
+    let mut loader = builder(100).collate(items).unwrap();
+    loader.set_epoch(Epoch::ZERO).unwrap();
+    let planned = BatchConfig::default().with_max_tokens(9);
+    let planned = DataLoader::builder(vec![0; 100]).batches(planned, vec![1_u64; 100]);
+    for (other, expected) in [
+        (state(builder(101)), "sampler state has data set length 101, the sampler has 100"),
+        (state(builder(100).batch_size(6)), "loader state has batch size 6, the loader has 5"),
+        (
+            state(planned),
+            "loader state has batches planned by lengths, the loader has of a fixed size",
+        ),
+        (state(builder(100).shuffle(Seed::new(4))), "sampler state has seed "),
+    ] {
+        let error = loader.load_state_dict(&other).unwrap_err().to_string();
+        assert!(error.starts_with(expected), "{error}");
+    }
+    assert_eq!((loader.epoch(), loader.len()), (Some(Epoch::ZERO), 20), "it is unchanged");
+
+    let json = serde_json::to_value(loader.state_dict()).unwrap();
+    let mut newer = json.clone();
+    newer["format_version"] = 2.into();
+    let newer: LoaderState = serde_json::from_value(newer).unwrap();
+    let error = loader.load_state_dict(&newer).unwrap_err();
+    assert!(matches!(error, Error::StateVersion { version: 2, supported: 1 }), "{error}");
+    let mut unknown = json;
+    unknown["place"] = 1.into();
+    assert!(serde_json::from_value::<LoaderState>(unknown).is_err());
+}
+
+#[test]
+fn other_contents_are_rejected() {
+    let folder = tempfile::tempdir().unwrap();
+    let loader = |content: &str| {
+        let path = folder.path().join("text");
+        std::fs::write(&path, content).unwrap();
+        let text = data_loader::TextDataset::open(&path).unwrap();
+        DataLoader::builder(text).collate(|samples| Ok(samples.items)).unwrap()
+    };
+    let mut first = loader("a\nb\nc");
+    first.set_epoch(Epoch::ZERO).unwrap();
+    let state = first.state_dict();
+    assert!(loader("a\nb\nc").load_state_dict(&state).is_ok(), "of a copy with another time");
+    let error = loader("a\nb\nd").load_state_dict(&state).unwrap_err();
+    assert!(matches!(error, Error::StateMismatch { .. }), "{error}");
+}
+
+#[test]
+fn state_before_the_first_epoch() {
+    let mut loader = builder(100).collate(items).unwrap();
+    let state = through_json(&loader.state_dict());
+    assert_eq!(state.epoch(), None);
+    loader.set_epoch(Epoch::new(3)).unwrap();
+    loader.next().unwrap().unwrap();
+    loader.load_state_dict(&state).unwrap();
+    assert!(loader.next().is_none() && loader.epoch().is_none());
+    loader.set_epoch(Epoch::new(3)).unwrap();
+    assert_eq!(loader.count(), 20);
+}
+
+#[test]
+fn skipped_samples_count_after_a_resume() {
+    let loader = || {
+        let dataset = (0..40_u64).collect::<Vec<_>>();
+        let failing = dataset.map(|n| if n % 10 == 0 { Err("corrupt".into()) } else { Ok(n) });
+        let builder = DataLoader::builder(failing).batch_size(10).num_workers(2);
+        builder.on_error(OnError::Skip { at_most: 3 }).collate(items).unwrap()
+    };
+    let mut first = loader();
+    first.set_epoch(Epoch::ZERO).unwrap();
+    assert!(first.by_ref().take(2).all(|batch| batch.is_ok()));
+    let mut second = loader();
+    second.load_state_dict(&through_json(&first.state_dict())).unwrap();
+    assert_eq!((second.skipped().count, second.skipped().samples.len()), (2, 0));
+    assert!(second.next().unwrap().is_ok());
+    let error = second.next().unwrap().unwrap_err();
+    assert!(matches!(error, Error::TooManySkipped { skipped: 4, at_most: 3, index: 30, .. }));
+}
+
+#[test]
+fn planned_batches_resume_on_any_world() {
+    let lengths: Vec<u64> = (0..300).map(|n| 1 + n * 7919 % 37).collect();
+    let loader = |place, n_workers| {
+        let strategy = DynamicBatchStrategy::Dynamic;
+        let config = BatchConfig::default().with_max_tokens(128).with_strategy(strategy);
+        DataLoader::builder((0..300).collect::<Vec<u64>>())
+            .batches(config, lengths.clone())
+            .shuffle(Seed::new(5))
+            .placement(place)
+            .num_workers(n_workers)
+            .collate(items)
+            .unwrap()
+    };
+    for (from, to) in [(1, 1), (2, 3), (3, 1), (2, 2)] {
+        let mut seen = BTreeMap::new();
+        let mut states = Vec::new();
+        for place in world(from) {
+            let mut first = loader(place, 2);
+            first.set_epoch(Epoch::new(1)).unwrap();
+            first.by_ref().take(3).for_each(|batch| count(&mut seen, batch.unwrap()));
+            states.push(through_json(&first.state_dict()));
+        }
+        assert!(states.iter().all(|state| *state == states[0]));
+        for place in world(to) {
+            let mut second = loader(place, 0);
+            second.load_state_dict(&states[0]).unwrap();
+            second.for_each(|batch| count(&mut seen, batch.unwrap()));
+        }
+        assert!(seen.len() == 300 && seen.values().all(|&times| times == 1), "{from} to {to}");
+    }
+}
