@@ -4,6 +4,7 @@ use std::{path::PathBuf, sync::Arc};
 
 use candle_core::Device;
 use core_types::{Seed, WorldSize};
+use data_loader::prefetch;
 use dist_train::peak_bytes;
 use dyn_batch::{Batch, BatchState, PaddingReport};
 use fsdp_plan::ParameterInfo;
@@ -325,7 +326,7 @@ impl PreparedRun {
             let tensors = data.collate(&scheduled.batches, &device)?;
             Ok(StepBatch { scheduled, tensors })
         };
-        Ok(dist_train::feed(self.schedule.steps(state)?).collate(collate)?)
+        Ok(prefetch(self.schedule.steps(state)?).map(collate)?)
     }
 
     /// Returns the validation if it is due after `done` steps.
