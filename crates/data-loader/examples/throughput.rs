@@ -3,7 +3,6 @@
 //! `cargo run --release -p data-loader --example throughput -- 200000`
 
 use std::{
-    error::Error,
     fs::{self, File},
     io::{BufWriter, Write},
     path::Path,
@@ -15,7 +14,7 @@ use data_loader::{
     BoxError, DataLoader, Dataset, IndexPlace, JsonlDataset, SampleBatch, TextDataset,
 };
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> Result<(), BoxError> {
     let n_lines: u64 = std::env::args().nth(1).as_deref().unwrap_or("200000").parse()?;
     let folder = AtomicFolder::new(std::env::temp_dir().join("throughput"))?;
     let path = folder.path().join("lines.txt");

@@ -1,3 +1,5 @@
+//! The laws of data sets and loaders, on random input and with every fault.
+
 mod histories;
 mod loader;
 mod queue;

@@ -5,7 +5,7 @@ use std::{
     sync::{
         Arc, Barrier, Mutex,
         atomic::{AtomicUsize, Ordering},
-        mpsc,
+        mpsc::{self, Sender},
     },
     thread,
 };
@@ -90,14 +90,25 @@ fn errors_and_panics_keep_their_order() {
     }
 }
 
+/// An item that reports when it is dropped.
+struct Reported(usize, Sender<usize>);
+
+impl Drop for Reported {
+    fn drop(&mut self) {
+        self.1.send(self.0).unwrap();
+    }
+}
+
 #[test]
 fn dropped_prefetch_starts_nothing() {
     let gate = Arc::new(Barrier::new(3));
-    let (sender, begun) = mpsc::channel();
+    let (begins, begun) = mpsc::channel();
+    let (ends, ended) = mpsc::channel();
     let at_gate = Arc::clone(&gate);
-    let results = prefetch(0..20).threads(2).depth(6).map(move |item: usize| {
-        sender.send(item).unwrap();
-        if item > 0 {
+    let items = (0..20).map(move |n| Reported(n, ends.clone()));
+    let results = prefetch(items).threads(2).depth(6).map(move |item: Reported| {
+        begins.send(item.0).unwrap();
+        if item.0 > 0 {
             at_gate.wait();
         }
     });
@@ -106,11 +117,12 @@ fn dropped_prefetch_starts_nothing() {
     let mut first: Vec<usize> = begun.iter().take(3).collect();
     first.sort_unstable();
     assert_eq!(first, [0, 1, 2]);
-    // Dropping waits for the results in progress, and cancels the others first.
+    // Dropping cancels the results that have not begun, and waits for the others.
     let dropping = thread::spawn(|| drop(results));
+    assert_eq!(ended.iter().take(5).collect::<Vec<_>>(), [0, 3, 4, 5, 6]);
     gate.wait();
     dropping.join().unwrap();
-    assert!(begun.try_recv().is_err());
+    assert_eq!(begun.iter().count(), 0);
 }
 
 #[test]
