@@ -264,7 +264,7 @@ impl Error {
 
     pub(crate) fn setting(
         name: &'static str,
-        value: impl ToString,
+        value: &(impl ToString + ?Sized),
         expected: &'static str,
     ) -> Self {
         Self::Setting { name, value: value.to_string(), expected }

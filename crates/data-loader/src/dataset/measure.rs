@@ -33,7 +33,7 @@ pub fn measure<D: Dataset>(
     length: impl Fn(&D::Item) -> u64 + Sync,
 ) -> Result<Vec<u32>> {
     let threads = WorldSize::new(threads as u64)
-        .map_err(|_| Error::setting("the number of threads", threads, "at least 1"))?;
+        .map_err(|_| Error::setting("the number of threads", &threads, "at least 1"))?;
     let measure_range = |placement: Placement| {
         let range = split::balanced(dataset.len(), placement);
         range.map(|index| measure_sample(dataset, index, &length)).collect::<Result<Vec<u32>>>()

@@ -87,7 +87,6 @@ pub(crate) fn random_split<D: Dataset>(
 }
 
 /// Returns a number below `n`: the upper half of a product, whose bias is below n / 2^64.
-#[expect(clippy::cast_possible_truncation, reason = "below `n`")]
 fn below(seed: Seed, n: u64) -> u64 {
     ((u128::from(seed.as_u64()) * u128::from(n)) >> 64) as u64
 }
@@ -102,7 +101,7 @@ fn ends_of_fractions(len: usize, fractions: &[f64]) -> Result<Vec<usize>> {
         sum += fraction;
         if !(fraction >= 0.0 && sum <= 1.0 + TOLERANCE) {
             let expected = "at least 0, with a sum of at most 1";
-            return Err(Error::setting("a fraction of a split", fraction, expected));
+            return Err(Error::setting("a fraction of a split", &fraction, expected));
         }
         #[expect(
             clippy::cast_possible_truncation,

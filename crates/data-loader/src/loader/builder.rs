@@ -189,7 +189,8 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
                 let default = DistributedConfig::default();
                 let default = shuffle.map_or(default, |seed| default.with_shuffle(seed));
                 let step_config = step_config.unwrap_or(default);
-                BatchPlan::Dynamic(DynamicPlan::new(sampler, lengths, config, step_config)?)
+                let plan = DynamicPlan::new(sampler, lengths, config, step_config)?;
+                BatchPlan::Dynamic(Box::new(plan))
             }
         };
         let make: Arc<MakeBatch<T>> = Arc::new(move |job| make_batch(&dataset, on_error, &f, job));
@@ -206,7 +207,7 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
         ];
         for (is_valid, name, expected) in checks {
             if !is_valid {
-                return Err(Error::setting(name, 0, expected));
+                return Err(Error::setting(name, &0, expected));
             }
         }
         let conflicts = [

@@ -31,7 +31,7 @@ pub(crate) struct PlannedBatch {
 /// The batches of a rank from its position to the end of the epoch.
 pub(crate) enum BatchPlan {
     Fixed(FixedPlan),
-    Dynamic(DynamicPlan),
+    Dynamic(Box<DynamicPlan>),
 }
 
 impl BatchPlan {

@@ -73,7 +73,7 @@ impl<I: Iterator> PrefetchBuilder<I> {
             return Ok(PrefetchIter::new(items, f, None, 0));
         }
         if depth == 0 {
-            return Err(Error::setting("the number of prefetched results", depth, "at least 1"));
+            return Err(Error::setting("the number of prefetched results", &depth, "at least 1"));
         }
         Ok(PrefetchIter::new(items, f, Some(WorkerPool::start(threads, None)?), depth))
     }

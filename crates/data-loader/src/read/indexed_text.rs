@@ -10,7 +10,7 @@ use crate::{
     read::{
         file::{DataFile, FileStamp},
         line_index::{IndexPlace, LineIndex, SamplePlace},
-        split_text::{BYTE_ORDER_MARK, SplitRule},
+        split_text::{BYTE_ORDER_MARK, SplitRule, count_newlines},
     },
 };
 
@@ -81,10 +81,6 @@ impl IndexedText {
             Err(error) => Error::io(&self.path)(error),
         }
     }
-}
-
-fn count_newlines(bytes: &[u8]) -> u64 {
-    bytes.iter().filter(|&&byte| byte == b'\n').count() as u64
 }
 
 fn count_lines(mut source: impl Read) -> io::Result<u64> {

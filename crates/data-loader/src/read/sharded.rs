@@ -76,13 +76,13 @@ impl<S: ShardSource> ShardedDataset<S> {
     /// [`Error::Setting`] for 0 open shards, or if there are more samples than 64 bits count.
     pub fn new(source: S, max_open: usize) -> Result<Self> {
         if max_open == 0 {
-            return Err(Error::setting("the number of open shards", max_open, "at least 1"));
+            return Err(Error::setting("the number of open shards", &max_open, "at least 1"));
         }
         let mut ends = Vec::new();
         let mut end = 0_u64;
         for (shard, len) in source.shard_lens().into_iter().enumerate() {
             end = end.checked_add(len).ok_or_else(|| {
-                Error::setting("the length of all shards", shard, "below 2^64 samples")
+                Error::setting("the length of all shards", &shard, "below 2^64 samples")
             })?;
             ends.push(end);
         }

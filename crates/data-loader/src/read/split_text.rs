@@ -118,6 +118,12 @@ fn find_newline(bytes: &[u8]) -> Option<usize> {
     None
 }
 
+/// Returns the number of line feeds.
+#[expect(clippy::naive_bytecount, reason = "only errors and cut texts need it")]
+pub(crate) fn count_newlines(bytes: &[u8]) -> u64 {
+    bytes.iter().filter(|&&byte| byte == b'\n').count() as u64
+}
+
 /// A sample whose end is not known yet.
 #[derive(Clone, Copy, Debug)]
 struct OpenSample {
@@ -187,7 +193,7 @@ impl<F: FnMut(SampleEnd) -> Result<()>> Splitter<'_, F> {
             let piece = self.file.read(start..start + max_bytes + 1)?;
             let piece = &piece[..last_boundary(&piece)];
             start += piece.len() as u64;
-            n_lines += piece.iter().filter(|&&byte| byte == b'\n').count() as u64;
+            n_lines += count_newlines(piece);
             (self.push)(SampleEnd { end: start, n_lines })?;
         }
         Ok(())

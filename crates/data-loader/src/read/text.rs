@@ -130,7 +130,7 @@ impl TextDataset {
         let path = path.as_ref();
         if config.max_bytes.is_some_and(|max_bytes| max_bytes < MIN_SAMPLE_BYTES) {
             let value = config.max_bytes.unwrap_or(0);
-            return Err(Error::setting("the maximum of bytes per sample", value, "at least 8"));
+            return Err(Error::setting("the maximum of bytes per sample", &value, "at least 8"));
         }
         if path.is_dir() && matches!(config.index, IndexPlace::At(_)) {
             let expected = "in memory or beside the files of a folder";
@@ -184,13 +184,13 @@ impl TextFiles {
         let file = self.open_files.get(number as u64, || text.reopen())?;
         let sample = text.read(&file, index)?;
         match std::str::from_utf8(&sample.bytes) {
-            Ok(_) => Ok(self.clean(sample)),
+            Ok(_) => Ok(self.clean(&sample)),
             Err(fault) => Err(text.invalid_line(&file, &sample, fault)),
         }
     }
 
     /// Removes separators and converts line ends.
-    fn clean(&self, sample: RawSample) -> String {
+    fn clean(&self, sample: &RawSample) -> String {
         let text = String::from_utf8_lossy(&sample.bytes);
         match self.unit {
             TextUnit::Line => {

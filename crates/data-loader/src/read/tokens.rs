@@ -83,7 +83,7 @@ impl TokenDataset {
     pub fn open(path: impl AsRef<Path>, token_type: TokenType, block: u64) -> Result<Self> {
         let file = DataFile::open(path.as_ref())?;
         if block == 0 {
-            return Err(Error::setting("the block length", block, "at least 1"));
+            return Err(Error::setting("the block length", &block, "at least 1"));
         }
         let fault = |fault| Error::Tokens { path: file.path().into(), fault };
         let first_bytes = file.read(0..LITGPT_HEADER_BYTES)?;
@@ -103,7 +103,7 @@ impl TokenDataset {
     /// [`Error::Setting`] for a stride of 0.
     pub fn stride(self, stride: u64) -> Result<Self> {
         if stride == 0 {
-            return Err(Error::setting("the stride", stride, "at least 1"));
+            return Err(Error::setting("the stride", &stride, "at least 1"));
         }
         Ok(Self { stride, ..self })
     }

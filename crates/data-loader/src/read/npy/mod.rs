@@ -133,7 +133,7 @@ impl<T: NpyElement> NpyDataset<T> {
     pub fn windows(self, length: u64, stride: u64) -> Result<Self> {
         for (name, value) in [("the length of a window", length), ("the stride", stride)] {
             if value == 0 {
-                return Err(Error::setting(name, value, "at least 1"));
+                return Err(Error::setting(name, &value, "at least 1"));
             }
         }
         Ok(Self { window: Some(WindowShape { length, stride }), ..self })
