@@ -10,7 +10,9 @@
 use std::hint::black_box;
 
 use candle_distributed::{
-    sampler::{DistributedSampler, Order, Partition, SamplerConfig, Tail},
+    sampler::{
+        DistributedSampler, MixtureEnd, MixturePart, Order, Partition, SamplerConfig, Tail,
+    },
     types::{Epoch, Placement},
 };
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
@@ -124,6 +126,42 @@ fn random_access(c: &mut Criterion) {
     group.finish();
 }
 
+/// Times an epoch's deal, single reads and searches in 100,000 shards and in a mixture.
+fn shards_and_parts(c: &mut Criterion) {
+    let (me, config) = (Placement::new(3, WORLD).unwrap(), SamplerConfig::default());
+    let shard_lens: Vec<u64> = (0..100_000).map(|shard| 500 + shard * 7_919 % 1_000).collect();
+    let shards = DistributedSampler::sharded(&shard_lens, 240, me, config).unwrap();
+    let parts = [7, 2, 1].map(|weight| MixturePart::new(10_000_000, weight));
+    let end = MixtureEnd::Repeat { len: 100_000_000 };
+    let mixture = DistributedSampler::mixture(&parts, end, me, config).unwrap();
+    let mut group = c.benchmark_group("sampler/shards_and_parts");
+    let mut dealt = shards.clone();
+    let mut epoch = 0;
+    group.bench_function("deal_100k_shards", |b| {
+        b.iter(|| {
+            epoch += 1;
+            dealt.set_epoch(Epoch::new(epoch));
+        });
+    });
+    group.throughput(Throughput::Elements(1));
+    for (variant, sampler) in [("100k_shards", shards), ("mixture_of_3", mixture)] {
+        let mut n = 0;
+        group.bench_function(format!("get_{variant}"), |b| {
+            b.iter(|| {
+                n = (n + 7_919) % sampler.len();
+                sampler.get(black_box(n))
+            });
+        });
+        group.bench_function(format!("position_of_{variant}"), |b| {
+            b.iter(|| {
+                n = (n + 7_919) % 30_000_000;
+                sampler.position_of(black_box(n))
+            });
+        });
+    }
+    group.finish();
+}
+
 /// Times one rank's share of ten million weighted draws over a million weights.
 fn weighted(c: &mut Criterion) {
     const DRAWS: u64 = 10_000_000;
@@ -153,5 +191,5 @@ fn weighted(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, epoch, first_epoch, iterate, random_access, weighted);
+criterion_group!(benches, epoch, first_epoch, iterate, random_access, shards_and_parts, weighted);
 criterion_main!(benches);

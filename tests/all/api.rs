@@ -20,7 +20,8 @@ fn public_types_are_send_and_sync() {
         sampler::Indices<'_>,
         sampler::SamplerConfig,
         sampler::SamplerState,
-        sampler::Mixture,
+        sampler::MixturePart,
+        sampler::MixtureEnd,
         sampler::Error,
     );
     assert_send_sync!(

@@ -97,28 +97,22 @@ pub struct SamplerConfig {
 }
 
 impl SamplerConfig {
-    /// Returns the defaults of SPDL's `DistributedDeterministicSampler`: sequential, strided, the
-    /// incomplete last round dropped, so that all ranks read equally many samples.
+    /// Returns the conventions of SPDL's samplers: sequential, strided, the incomplete last round
+    /// dropped, so that all ranks read equally many samples.
     ///
-    /// `drop_last_distributed_round=False` is `with_tail(Tail::Spread)`: every sample is read, and
-    /// some ranks read one more.
-    pub fn spdl_deterministic() -> Self {
+    /// `ddp_drop_last_distributed_round=False` is `with_tail(Tail::Spread)`: every sample is read,
+    /// and some ranks read one more. [`DistributedSampler::spdl_random`] and
+    /// [`DistributedSampler::spdl_deterministic`] also reject what SPDL rejects.
+    ///
+    /// [`DistributedSampler::spdl_random`]: crate::DistributedSampler::spdl_random
+    /// [`DistributedSampler::spdl_deterministic`]: crate::DistributedSampler::spdl_deterministic
+    pub fn spdl() -> Self {
         Self {
             order: Order::Sequential,
             partition: Partition::Strided,
             tail: Tail::Drop,
             ..Self::default()
         }
-    }
-
-    /// Returns the defaults of SPDL's `DistributedRandomSampler`: shuffled, strided, the incomplete
-    /// last round dropped.
-    ///
-    /// SPDL counts its iterations and reshuffles; here
-    /// [`set_epoch`](crate::DistributedSampler::set_epoch) with the next number reshuffles. The
-    /// order differs from SPDL's.
-    pub fn spdl_random() -> Self {
-        Self::spdl_deterministic().with_order(Order::Shuffled)
     }
 
     /// Returns the defaults of PyTorch's `DistributedSampler`: shuffled, strided, padded. The index

@@ -115,16 +115,16 @@ pub enum Error {
         /// Limit on the number.
         max: usize,
     },
-    /// The number of mixture weights differs from the number of samplers.
-    #[error("{weights} weights were given for a mixture of {samplers} samplers")]
+    /// The number of mixture weights differs from the number of parts.
+    #[error("{weights} weights were given for a mixture of {parts} parts")]
     MixtureWeights {
         /// Number of weights.
         weights: usize,
-        /// Number of samplers.
-        samplers: usize,
+        /// Number of parts.
+        parts: usize,
     },
     /// All mixture weights are 0.
-    #[error("no sampler of the mixture has a weight above 0")]
+    #[error("no part of the mixture has a weight above 0")]
     NoMixtureWeight,
     /// The cycle of a mixture is too long.
     #[error("the mixture has a cycle of {turns} entries, the limit is {max}; round its weights")]
@@ -133,5 +133,51 @@ pub enum Error {
         turns: u64,
         /// Limit on the length.
         max: u64,
+    },
+    /// The sampler is not a mixture, so its weights cannot change.
+    #[error("the sampler is not a mixture and has no weights at a position")]
+    NotMixture,
+    /// The position of new mixture weights has been read.
+    #[error("mixture weights cannot change at position {position}, {read} positions are read")]
+    WeightsBehindPosition {
+        /// Position of the new weights.
+        position: u64,
+        /// Number of positions that are read.
+        read: u64,
+    },
+    /// A sharded order has no lanes.
+    #[error("shards in 0 lanes cannot be read, at least 1 is needed")]
+    NoLanes,
+    /// There are too many shards.
+    #[error("{shards} shards are too many, the limit is {max}")]
+    TooManyShards {
+        /// Number of shards.
+        shards: u64,
+        /// Limit on the number.
+        max: u64,
+    },
+    /// SPDL's samplers reject fewer samples than ranks if they drop the incomplete last round.
+    #[error("{samples} samples are fewer than one for each of {world_size} ranks")]
+    FewerSamplesThanRanks {
+        /// Number of samples or draws.
+        samples: u64,
+        /// Number of ranks.
+        world_size: WorldSize,
+    },
+    /// The number of sample weights differs from the length of the data set.
+    #[error("{weights} weights were given for a data set of length {len}")]
+    WeightCount {
+        /// Number of weights.
+        weights: usize,
+        /// Length of the data set.
+        len: u64,
+    },
+    /// Draws without replacement exceed the data set.
+    #[error("{draws} draws without weights exceed the data set of length {len}")]
+    DrawsExceedDataSet {
+        /// Number of draws.
+        draws: u64,
+        /// Length of the data set.
+        len: u64,
     },
 }

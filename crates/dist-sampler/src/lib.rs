@@ -1,5 +1,6 @@
 //! [`DistributedSampler`]: crate::DistributedSampler
-//! [`Mixture`]: crate::Mixture
+//! [`MixtureEnd`]: crate::MixtureEnd
+//! [`MixturePart`]: crate::MixturePart
 //! [`Order`]: crate::Order
 //! [`Partition`]: crate::Partition
 //! [`Quota`]: crate::Quota
@@ -11,7 +12,6 @@
 
 mod config;
 mod error;
-mod mixture;
 mod order;
 mod partition;
 mod reshard;
@@ -21,8 +21,7 @@ mod state;
 pub use crate::{
     config::{Order, Partition, SamplerConfig, Tail},
     error::{Error, Result},
-    mixture::Mixture,
-    order::Quota,
+    order::{MixtureEnd, MixturePart, Quota},
     sampler::{DistributedSampler, indices::Indices},
     state::SamplerState,
 };

@@ -154,6 +154,20 @@ impl UnreadPositions {
         }
     }
 
+    /// Returns the position from which on all positions of an order of `len` are unread.
+    pub(crate) fn read_end(&self, len: u64) -> u64 {
+        match &self.worlds[..] {
+            [world] => world.only_range().filter(|range| range.end == len),
+            _ => None,
+        }
+        .map_or(len, |range| range.start)
+    }
+
+    /// Returns true if the positions before [`read_end`](Self::read_end) are all read.
+    pub(crate) fn is_suffix(&self, len: u64) -> bool {
+        self.len() == len - self.read_end(len)
+    }
+
     /// Returns the `n`-th unread position; `n` must be less than the length.
     pub(crate) fn get(&self, n: u64) -> u64 {
         self.worlds.iter().rev().fold(n, |n, world| world.get(n))

@@ -1,8 +1,12 @@
 //! The position of a sampler in an epoch, as plain data.
 
-use core_types::{Epoch, Seed, WorldSize};
+use core_types::{Epoch, Placement, Seed, WorldSize};
 
-use crate::{config::Order, partition::PartitionRule};
+use crate::{
+    config::{Order, Tail},
+    order::PhaseWeights,
+    partition::PartitionRule,
+};
 
 /// A position within an epoch: a few numbers, equal on all ranks that are in step.
 ///
@@ -15,10 +19,13 @@ pub struct SamplerState {
     pub(crate) format_version: u32,
     pub(crate) order: Order,
     pub(crate) len: u64,
-    /// Hash of weights or classes; 0 for orders without them.
+    /// Hash of weights, classes, shards or parts; 0 for orders without them.
     pub(crate) fingerprint: u64,
     pub(crate) seed: Seed,
     pub(crate) epoch: Epoch,
+    /// Weights of a mixture; empty for other orders.
+    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "Vec::is_empty"))]
+    pub(crate) phases: Vec<PhaseWeights>,
     /// Worlds that have read this epoch in turn; the last one reads now. There is at least one.
     #[cfg_attr(feature = "serde", serde(deserialize_with = "deserialize_stages"))]
     pub(crate) stages: Vec<WorldStage>,
@@ -60,6 +67,17 @@ pub(crate) struct WorldStage {
     pub(crate) world_size: WorldSize,
     pub(crate) rule: PartitionRule,
     pub(crate) consumed: u64,
+}
+
+impl WorldStage {
+    /// Returns the stage of a single rank that has read all positions before `position`.
+    pub(crate) fn prefix(position: u64) -> Self {
+        Self {
+            world_size: Placement::SINGLE.world_size(),
+            rule: PartitionRule::Strided(Tail::Drop),
+            consumed: position,
+        }
+    }
 }
 
 #[cfg(feature = "serde")]

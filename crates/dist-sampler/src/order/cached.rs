@@ -10,7 +10,7 @@ use std::{
 
 use core_types::{Epoch, Seed};
 
-use super::{exact, stratified::ClassStrata, table, torch};
+use super::{exact, spdl::SpdlDraws, stratified::ClassStrata, table, torch};
 use crate::error::Result;
 
 /// The order of one epoch, one sample per position.
@@ -32,6 +32,17 @@ pub(crate) enum OrderRule {
     Exact,
     Torch,
     Stratified(Box<ClassStrata>),
+    Spdl(Box<SpdlDraws>),
+}
+
+impl OrderRule {
+    /// Returns the memory for generating `len` samples, in samples.
+    fn capacity(&self, len: u64) -> u64 {
+        match self {
+            Self::Spdl(draws) => draws.capacity(),
+            Self::Exact | Self::Torch | Self::Stratified(_) => len,
+        }
+    }
 }
 
 impl CachedOrder {
@@ -40,7 +51,7 @@ impl CachedOrder {
         if let OrderRule::Stratified(strata) = &rule {
             strata.check_memory()?;
         }
-        let spare = Mutex::new(table::allocate(len)?);
+        let spare = Mutex::new(table::allocate(rule.capacity(len))?);
         Ok(Self { rule, len, seed, epoch, samples: OnceLock::new(), spare })
     }
 
@@ -48,6 +59,33 @@ impl CachedOrder {
     pub(super) fn reseed(&mut self, seed: Seed, epoch: Epoch) {
         self.seed = seed;
         self.epoch = epoch;
+        if let OrderRule::Spdl(draws) = &self.rule {
+            self.len = draws.rounded_draws();
+        }
+        self.discard_samples();
+    }
+
+    /// Changes to the order of `len` draws, which another world has read, if the rule permits.
+    pub(super) fn redraw(&mut self, len: u64) {
+        if self.accepts_len(len) && len != self.len {
+            self.len = len;
+            self.discard_samples();
+        }
+    }
+
+    /// Returns true if the rule can generate `len` samples.
+    pub(super) fn accepts_len(&self, len: u64) -> bool {
+        match &self.rule {
+            OrderRule::Spdl(draws) => (1..=draws.draws()).contains(&len),
+            _ => len == self.len,
+        }
+    }
+
+    pub(super) fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn discard_samples(&mut self) {
         if let Some(samples) = self.samples.take() {
             self.spare = Mutex::new(samples);
         }
@@ -68,23 +106,21 @@ impl CachedOrder {
     /// Generates the order into `samples`.
     fn generate(&self, samples: &mut Vec<u32>) {
         let epoch_seed = self.seed.derive(self.epoch.as_u64());
+        // PyTorch and SPDL's users add the epoch, or replace the seed by it.
+        let sum = self.seed.as_u64().wrapping_add(self.epoch.as_u64());
         match &self.rule {
             OrderRule::Exact => exact::shuffle(samples, self.len, epoch_seed),
             OrderRule::Stratified(strata) => strata.fill(samples, epoch_seed),
-            OrderRule::Torch => {
-                torch::shuffle(
-                    samples,
-                    self.len,
-                    self.seed.as_u64().wrapping_add(self.epoch.as_u64()),
-                );
-            }
+            OrderRule::Torch => torch::shuffle(samples, self.len, sum),
+            OrderRule::Spdl(draws) => draws.fill(samples, self.len, sum),
         }
     }
 
-    /// Returns a hash of the classes; 0 for orders without classes.
+    /// Returns a hash of the classes or draws; 0 for orders without them.
     pub(super) fn fingerprint(&self) -> u64 {
         match &self.rule {
             OrderRule::Stratified(strata) => strata.fingerprint(),
+            OrderRule::Spdl(draws) => draws.fingerprint(),
             OrderRule::Exact | OrderRule::Torch => 0,
         }
     }
@@ -98,7 +134,8 @@ impl Clone for CachedOrder {
             clippy::cast_possible_truncation,
             reason = "the original has memory for as many samples"
         )]
-        let spare_len = if samples.get().is_some() { 0 } else { self.len as usize };
+        let spare_len =
+            if samples.get().is_some() { 0 } else { self.rule.capacity(self.len) as usize };
         Self {
             rule: self.rule.clone(),
             len: self.len,

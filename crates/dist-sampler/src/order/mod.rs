@@ -2,6 +2,11 @@
 
 mod cached;
 mod exact;
+pub(crate) mod length;
+mod mixture;
+mod permutation;
+mod sharded;
+mod spdl;
 mod stratified;
 mod streaming;
 mod swaps;
@@ -11,12 +16,20 @@ mod weighted;
 
 use cached::{CachedOrder, OrderRule};
 use core_types::{Epoch, Seed};
+use mixture::MixtureOrder;
+pub(crate) use mixture::PhaseWeights;
+pub use mixture::{MixtureEnd, MixturePart};
+use sharded::ShardedOrder;
+pub(crate) use spdl::SpdlDraws;
 pub(crate) use stratified::ClassStrata;
 pub use stratified::Quota;
 use streaming::{SHORTEST, StreamingOrder};
 use weighted::AliasTable;
 
-use crate::{config::Order, error::Result};
+use crate::{
+    config::Order,
+    error::{Error, Result},
+};
 
 /// Length from which [`Order::Shuffled`] streams; below it the exact shuffle takes less than 64
 /// KiB.
@@ -37,6 +50,8 @@ pub(crate) enum EpochOrder {
         table: AliasTable,
         seed: Seed,
     },
+    Sharded(ShardedOrder),
+    Mixture(MixtureOrder),
 }
 
 impl EpochOrder {
@@ -68,12 +83,98 @@ impl EpochOrder {
             .map(Self::Cached)
     }
 
+    /// Creates an epoch of the shards of these lengths.
+    pub(crate) fn sharded(lens: &[u64], lanes: u64, seed: Seed, epoch: Epoch) -> Result<Self> {
+        ShardedOrder::new(lens, lanes, seed.derive(epoch.as_u64())).map(Self::Sharded)
+    }
+
+    /// Creates an epoch of a mixture; the parts are read in order or shuffled.
+    pub(crate) fn mixture(
+        parts: &[MixturePart],
+        end: MixtureEnd,
+        order: Order,
+        seed: Seed,
+        epoch: Epoch,
+    ) -> Result<Self> {
+        let is_shuffled = order != Order::Sequential;
+        let seed = seed.derive(epoch.as_u64());
+        MixtureOrder::new(parts, end, is_shuffled, seed).map(Self::Mixture)
+    }
+
+    /// Creates an epoch of SPDL's draws.
+    pub(crate) fn spdl(draws: SpdlDraws, seed: Seed, epoch: Epoch) -> Result<Self> {
+        let len = draws.rounded_draws();
+        CachedOrder::new(OrderRule::Spdl(Box::new(draws)), len, seed, epoch).map(Self::Cached)
+    }
+
+    /// Returns the length of the epoch if the order determines it, else `len`.
+    pub(crate) fn len_or(&self, len: u64) -> u64 {
+        match self {
+            Self::Cached(order) => order.len(),
+            Self::Sharded(order) => order.len(),
+            Self::Mixture(order) => order.len(),
+            Self::Sequential | Self::Streaming { .. } | Self::Weighted { .. } => len,
+        }
+    }
+
+    /// Returns true if an epoch of `state_len` positions can be continued by this order, which has
+    /// `len`.
+    pub(crate) fn accepts_len(&self, state_len: u64, len: u64) -> bool {
+        match self {
+            // The positions that were read do not depend on the end.
+            Self::Mixture(_) => length::check_len(state_len).is_ok(),
+            Self::Cached(order) => order.accepts_len(state_len),
+            _ => state_len == len,
+        }
+    }
+
+    /// Changes to the order of an epoch of `state_len` positions.
+    pub(crate) fn continue_epoch(&mut self, state_len: u64) {
+        if let Self::Cached(order) = self {
+            order.redraw(state_len);
+        }
+    }
+
+    /// Returns the weights of a mixture; empty for other orders.
+    pub(crate) fn phases(&self) -> Vec<PhaseWeights> {
+        match self {
+            Self::Mixture(order) => order.phases(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Sets the weights of a mixture from `position` on.
+    pub(crate) fn set_weights_from(&mut self, position: u64, weights: &[u64]) -> Result<()> {
+        match self {
+            Self::Mixture(order) => order.set_weights_from(position, weights),
+            _ => Err(Error::NotMixture),
+        }
+    }
+
+    /// Returns the number of samples of a mixture's parts, which its epochs may not read or repeat.
+    pub(crate) fn data_set_len(&self) -> Option<u64> {
+        match self {
+            Self::Mixture(order) => Some(order.n_samples()),
+            _ => None,
+        }
+    }
+
+    /// Returns the part of a mixture that contains `index`.
+    pub(crate) fn part_of(&self, index: u64) -> Option<usize> {
+        match self {
+            Self::Mixture(order) => order.part_of(index),
+            _ => None,
+        }
+    }
+
     /// Changes to the order of another epoch, reusing the memory.
     pub(crate) fn reseed(&mut self, seed: Seed, epoch: Epoch) {
         let epoch_seed = seed.derive(epoch.as_u64());
         match self {
             Self::Sequential => {}
             Self::Weighted { seed, .. } => *seed = epoch_seed,
+            Self::Sharded(order) => order.deal(epoch_seed),
+            Self::Mixture(order) => order.set_seed(epoch_seed),
             Self::Streaming { len, permutation } => {
                 *permutation = StreamingOrder::new(*len, epoch_seed);
             }
@@ -81,11 +182,13 @@ impl EpochOrder {
         }
     }
 
-    /// Returns a hash of the weights or classes; 0 for orders without them.
+    /// Returns a hash of the weights, classes, shards or parts; 0 for orders without them.
     pub(crate) fn fingerprint(&self) -> u64 {
         match self {
             Self::Weighted { table, .. } => table.fingerprint(),
             Self::Cached(order) => order.fingerprint(),
+            Self::Sharded(order) => order.fingerprint(),
+            Self::Mixture(order) => order.fingerprint(),
             Self::Sequential | Self::Streaming { .. } => 0,
         }
     }
@@ -97,6 +200,8 @@ impl EpochOrder {
             Self::Streaming { permutation, .. } => permutation.get(position),
             Self::Weighted { table, seed, .. } => table.draw(*seed, position),
             Self::Cached(order) => sample_at(order.samples(), position),
+            Self::Sharded(order) => order.get(position),
+            Self::Mixture(order) => order.get(position),
         }
     }
 
@@ -107,6 +212,8 @@ impl EpochOrder {
             Self::Streaming { permutation, .. } => permutation.fill(first, step, out),
             Self::Weighted { table, seed, .. } => table.fill(*seed, first, step, out),
             Self::Sequential => fill_with(out, |n| first + n * step),
+            Self::Sharded(order) => fill_with(out, |n| order.get(first + n * step)),
+            Self::Mixture(order) => fill_with(out, |n| order.get(first + n * step)),
             Self::Cached(order) => {
                 let samples = order.samples();
                 fill_with(out, |n| sample_at(samples, first + n * step));
@@ -124,6 +231,8 @@ impl EpochOrder {
             Self::Weighted { len, table, seed } => {
                 (0..*len).find(|&position| table.draw(*seed, position) == sample)
             }
+            Self::Sharded(order) => order.position(sample),
+            Self::Mixture(order) => order.position(sample),
             Self::Cached(order) => order
                 .samples()
                 .iter()

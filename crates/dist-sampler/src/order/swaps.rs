@@ -25,7 +25,7 @@ const PART_BITS: u32 = 18;
 const ONE_PART: usize = 1 << 23;
 
 /// Number of swaps to prefetch; see [`swap_ahead`].
-const AHEAD: usize = 512;
+pub(super) const AHEAD: usize = 512;
 
 /// Swaps each slot in order with its partner, the same slot or a later one.
 ///

@@ -11,7 +11,7 @@ pub(super) fn allocate(len: u64) -> Result<Vec<u32>> {
     reserve(len)
 }
 
-fn check_len(len: u64) -> Result<()> {
+pub(super) fn check_len(len: u64) -> Result<()> {
     if len > MAX_LEN {
         return Err(Error::TooLongToShuffle { len, max: MAX_LEN });
     }

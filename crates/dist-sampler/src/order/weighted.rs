@@ -175,7 +175,7 @@ impl SlotLayout {
 }
 
 /// Checks the weights and returns their sum.
-fn checked_sum(weights: &[f64]) -> Result<f64> {
+pub(super) fn checked_sum(weights: &[f64]) -> Result<f64> {
     let mut total = 0.0;
     for (index, &weight) in weights.iter().enumerate() {
         if !(0.0..f64::INFINITY).contains(&weight) {

@@ -1,19 +1,18 @@
 //! Samplers: the view of one rank on the data set, epoch by epoch.
 
+mod create;
 pub(crate) mod indices;
-
-use std::fmt::Debug;
+mod resume;
 
 use core_types::{Epoch, Placement, Rank, split};
 
 use crate::{
-    config::{Partition, SamplerConfig},
-    error::{Error, Result},
-    order::{ClassStrata, EpochOrder, Quota},
-    partition::{PartitionRule, RankPositions, ShareRule},
+    config::SamplerConfig,
+    order::EpochOrder,
+    partition::{RankPositions, ShareRule},
     reshard::UnreadPositions,
     sampler::indices::Indices,
-    state::{SamplerState, WorldStage},
+    state::WorldStage,
 };
 
 /// The samples that one rank reads in one epoch.
@@ -76,202 +75,6 @@ pub struct DistributedSampler {
 }
 
 impl DistributedSampler {
-    /// Limit on the length of the data set: 2^63 samples.
-    pub(crate) const MAX_LEN: u64 = 1 << 63;
-
-    /// Creates the sampler of `placement` for a data set of `len` samples, at the configured epoch.
-    ///
-    /// # Errors
-    ///
-    /// - [`Error::EmptyDataSet`] and [`Error::DataSetTooLong`] if the length is 0 or above 2^63.
-    /// - [`Error::TooLongToShuffle`] and [`Error::OutOfMemory`] if the order must be cached and is
-    ///   too large.
-    /// - [`Error::RankWeights`] and [`Error::NoRankWeight`] if a proportional partition does not
-    ///   match the world.
-    pub fn new(len: u64, placement: Placement, config: SamplerConfig) -> Result<Self> {
-        check_len(len)?;
-        let samples = EpochOrder::new(len, config.order, config.seed, config.epoch)?;
-        Self::with_samples(len, samples, placement, config)
-    }
-
-    /// Creates a sampler of `draws` weighted draws per epoch, over all ranks.
-    ///
-    /// Draws are with replacement, like the default of PyTorch's `WeightedRandomSampler`: an epoch
-    /// may contain a sample twice and another not at all, and proportions hold in expectation.
-    /// Samples of weight 0 are never drawn. The order of `config` is ignored; partition, tail,
-    /// seed, epochs and states apply to draws instead of samples.
-    ///
-    /// # Complexity
-    ///
-    /// 8 bytes per weight, and O(1) per draw at any position. There may be 2^32 weights; PyTorch
-    /// allows 2^24.
-    ///
-    /// # Errors
-    ///
-    /// - [`Error::EmptyDataSet`] without weights or draws, and [`Error::DataSetTooLong`] for too
-    ///   many draws.
-    /// - [`Error::InvalidWeight`], [`Error::NoWeight`], [`Error::WeightSumOverflow`] and
-    ///   [`Error::TooManyWeights`].
-    /// - [`Error::OutOfMemory`].
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// # use core_types::Placement;
-    /// # use dist_sampler::{DistributedSampler, SamplerConfig};
-    /// let weights = [1.0, 0.0, 3.0];
-    /// let (me, config) = (Placement::new(0, 2)?, SamplerConfig::default());
-    /// let sampler = DistributedSampler::weighted(&weights, 4000, me, config)?;
-    /// let often = sampler.iter().filter(|&index| index == 2).count();
-    /// assert!(sampler.iter().all(|index| index != 1) && (1400..1600).contains(&often));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn weighted(
-        weights: &[f64],
-        draws: u64,
-        placement: Placement,
-        config: SamplerConfig,
-    ) -> Result<Self> {
-        check_len(draws)?;
-        Self::with_samples(
-            draws,
-            EpochOrder::weighted(weights, draws, config.seed, config.epoch)?,
-            placement,
-            config,
-        )
-    }
-
-    /// Creates a sampler that mixes classes in proportion: every window of its order, and so every
-    /// rank, contains each class in proportion, within about one sample.
-    ///
-    /// The n-th sample has class `labels[n]`; `quota` sets the number of samples of each class per
-    /// epoch. In an epoch of M samples and C classes, L consecutive samples contain L·m/M samples
-    /// of a class with m samples, give or take 1 + C·m/M. Each rank reads a contiguous window, so
-    /// order and partition of `config` are ignored; tail, seed, epochs and states apply as usual.
-    ///
-    /// # Complexity
-    ///
-    /// 4 bytes per label and per sample of an epoch, and another 16 per sample while the order is
-    /// sorted on its first read.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::EmptyDataSet`] without labels or for a quota of 0, [`Error::TooLongToShuffle`] and
-    /// [`Error::OutOfMemory`]. Memory for sorting is checked here and allocated at the first read of
-    /// an epoch; if it is gone by then, the process aborts, as after any failed allocation.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// # use core_types::Placement;
-    /// # use dist_sampler::{DistributedSampler, Quota, SamplerConfig};
-    /// // One sample in ten is of class 1.
-    /// let labels: Vec<u32> = (0..1000).map(|n| u32::from(n % 10 == 0)).collect();
-    /// let (me, config) = (Placement::new(2, 5)?, SamplerConfig::default());
-    /// let sampler = DistributedSampler::stratified(&labels, Quota::All, me, config)?;
-    /// assert_eq!(sampler.iter().filter(|index| index % 10 == 0).count(), 20);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn stratified(
-        labels: &[u32],
-        quota: Quota,
-        placement: Placement,
-        config: SamplerConfig,
-    ) -> Result<Self> {
-        let strata = ClassStrata::new(labels, quota)?;
-        check_len(strata.len())?;
-        let len = strata.len();
-        let samples = EpochOrder::stratified(strata, config.seed, config.epoch)?;
-        Self::with_samples(len, samples, placement, config.with_partition(Partition::Contiguous))
-    }
-
-    /// Creates a sampler with the given order.
-    fn with_samples(
-        len: u64,
-        samples: EpochOrder,
-        placement: Placement,
-        config: SamplerConfig,
-    ) -> Result<Self> {
-        let shares = ShareRule::new(
-            len,
-            placement.world_size(),
-            PartitionRule::new(config.partition, config.tail),
-        )?;
-        let positions = shares.positions(placement);
-        Ok(Self {
-            len,
-            placement,
-            config,
-            epoch: config.epoch,
-            samples,
-            earlier: Vec::new(),
-            unread: UnreadPositions::from(0..len),
-            shares,
-            positions,
-            consumed: 0,
-        })
-    }
-
-    /// Sets contiguous shares in proportion to `weights`, one per rank, for ranks of unequal speed.
-    ///
-    /// Shares are exact within one sample and cover the whole order, so partition and tail of the
-    /// configuration are ignored. All ranks must pass the same weights.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::RankWeights`] if the numbers of weights and ranks differ, [`Error::NoRankWeight`]
-    /// if all are 0.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// # use core_types::Placement;
-    /// # use dist_sampler::{DistributedSampler, SamplerConfig};
-    /// let slow = DistributedSampler::new(100, Placement::new(1, 2)?, SamplerConfig::default())?;
-    /// assert_eq!(slow.with_rank_weights(&[3, 1])?.len(), 25);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn with_rank_weights(mut self, weights: &[u64]) -> Result<Self> {
-        self.shares = ShareRule::new(
-            self.len,
-            self.placement.world_size(),
-            PartitionRule::Proportional(weights.to_vec()),
-        )?;
-        self.move_to(Vec::new(), UnreadPositions::from(0..self.len), 0);
-        Ok(self)
-    }
-
-    /// Returns the sampler of another rank, of the same or another world, at the same position of
-    /// the same order.
-    ///
-    /// In the same world the rank has read as many indices as this rank. Another world reads the
-    /// samples that this world has not read, as after [`resume`](Self::resume).
-    ///
-    /// # Errors
-    ///
-    /// [`Error::RankWeights`] if the sampler has rank weights and the number of ranks changes.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// # use core_types::Placement;
-    /// # use dist_sampler::{DistributedSampler, SamplerConfig};
-    /// let (me, config) = (Placement::new(1, 4)?, SamplerConfig::default());
-    /// let sampler = DistributedSampler::new(1000, me, config)?;
-    /// let all_ranks = sampler.clone().with_placement(Placement::SINGLE)?;
-    /// assert!(sampler.iter().eq(all_ranks.iter().skip(250).take(250)));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn with_placement(mut self, placement: Placement) -> Result<Self> {
-        let last = self.stage(0);
-        let (earlier, unread) = (self.earlier.clone(), self.unread.clone());
-        self.shares =
-            ShareRule::new(unread.len(), placement.world_size(), self.shares.rule().clone())?;
-        self.placement = placement;
-        self.continue_after(&earlier, &last, unread)?;
-        Ok(self)
-    }
-
     /// Moves to the start of an epoch, which has another order if the sampler shuffles.
     ///
     /// Call it at the start of every epoch on all ranks. It does nothing at the current epoch, so a
@@ -287,6 +90,7 @@ impl DistributedSampler {
         if epoch != self.epoch {
             self.epoch = epoch;
             self.samples.reseed(self.config.seed, epoch);
+            self.len = self.samples.len_or(self.len);
         }
     }
 
@@ -298,121 +102,6 @@ impl DistributedSampler {
         self.earlier = earlier;
         self.unread = unread;
         self.consumed = consumed;
-    }
-
-    /// Returns the state after this rank, and every other rank, has read `read` more indices.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// # use core_types::Placement;
-    /// # use dist_sampler::{DistributedSampler, SamplerConfig};
-    /// let (me, config) = (Placement::new(2, 4)?, SamplerConfig::default());
-    /// let sampler = DistributedSampler::new(1_000_000, me, config)?;
-    /// let state = sampler.state(1000); // save it with the checkpoint
-    ///
-    /// let mut resumed = DistributedSampler::new(1_000_000, me, config)?;
-    /// resumed.resume(&state)?;
-    /// assert!(resumed.iter().take(9).eq(sampler.iter().skip(1000).take(9)));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn state(&self, read: u64) -> SamplerState {
-        SamplerState {
-            format_version: SamplerState::VERSION,
-            order: self.config.order,
-            len: self.len,
-            fingerprint: self.samples.fingerprint(),
-            seed: self.config.seed,
-            epoch: self.epoch,
-            stages: self.earlier.iter().cloned().chain([self.stage(read)]).collect(),
-        }
-    }
-
-    /// Returns the stage of this world after every rank has read `read` more indices.
-    fn stage(&self, read: u64) -> WorldStage {
-        WorldStage {
-            world_size: self.shares.world_size(),
-            rule: self.shares.rule().clone(),
-            consumed: self.consumed.saturating_add(read),
-        }
-    }
-
-    /// Moves to the position of another sampler within an epoch, of any rank of any world.
-    ///
-    /// If that world had the same size, partition and tail, every rank resumes exactly at its
-    /// position. Otherwise the samples that were not read, dropped ones included, are assigned
-    /// anew: over all ranks, no sample is lost or read again (except for this sampler's tail).
-    ///
-    /// # Complexity
-    ///
-    /// O(worlds that have read the epoch), independent of their sizes, and O(ranks) for each with
-    /// rank weights, plus the generation of a cached order. Reading an index takes O(worlds) more,
-    /// and O(log ranks) for each with rank weights.
-    ///
-    /// # Errors
-    ///
-    /// - [`Error::StateVersion`] for an unsupported format.
-    /// - [`Error::StateMismatch`] if data set, order or seed differ from the state.
-    /// - [`Error::StateConsumed`], [`Error::RankWeights`] or [`Error::NoRankWeight`] if the state
-    ///   contradicts itself.
-    /// - [`Error::StateStages`] above 1,024 worlds.
-    ///
-    /// On an error the sampler is unchanged.
-    pub fn resume(&mut self, state: &SamplerState) -> Result<()> {
-        self.check(state)?;
-        let (last, earlier) = state.last_and_earlier();
-        let mut unread = UnreadPositions::from(0..self.len);
-        for stage in earlier {
-            unread = unread_after(stage, unread)?;
-        }
-        self.continue_after(earlier, last, unread)?;
-        self.reorder(state.epoch);
-        Ok(())
-    }
-
-    /// Moves to the position behind `last`, the current stage of a state, which began with
-    /// `unread`.
-    fn continue_after(
-        &mut self,
-        earlier: &[WorldStage],
-        last: &WorldStage,
-        unread: UnreadPositions,
-    ) -> Result<()> {
-        let unread_after_last = unread_after(last, unread.clone())?;
-        let is_same_world =
-            last.world_size == self.shares.world_size() && last.rule == *self.shares.rule();
-        if is_same_world || last.consumed == 0 {
-            self.move_to(earlier.to_vec(), unread, last.consumed);
-        } else {
-            let stages = [earlier, std::slice::from_ref(last)].concat();
-            self.move_to(stages, unread_after_last, 0);
-        }
-        Ok(())
-    }
-
-    /// Checks that a state belongs to this sampler.
-    fn check(&self, state: &SamplerState) -> Result<()> {
-        let own_state = self.state(0);
-        if state.format_version != own_state.format_version {
-            return Err(Error::StateVersion {
-                version: state.format_version,
-                supported: own_state.format_version,
-            });
-        }
-        if state.stages.len() > SamplerState::MAX_STAGES {
-            return Err(Error::StateStages {
-                stages: state.stages.len(),
-                max: SamplerState::MAX_STAGES,
-            });
-        }
-        check_equal("order", &state.order, &own_state.order)?;
-        check_equal("data set length", &state.len, &own_state.len)?;
-        check_equal(
-            "weights or classes with fingerprint",
-            &state.fingerprint,
-            &own_state.fingerprint,
-        )?;
-        check_equal("seed", &state.seed.as_u64(), &own_state.seed.as_u64())
     }
 
     /// Returns the current epoch.
@@ -433,10 +122,11 @@ impl DistributedSampler {
         self.config
     }
 
-    /// Returns the number of samples in the data set, or of draws per epoch, over all ranks.
+    /// Returns the number of samples in the data set or in all parts of a mixture, or the number
+    /// of draws per epoch.
     #[doc(hidden)]
     pub fn data_set_len(&self) -> u64 {
-        self.len
+        self.samples.data_set_len().unwrap_or(self.len)
     }
 
     /// Returns the number of indices that this rank reads from here to the end of the epoch,
@@ -580,9 +270,11 @@ impl DistributedSampler {
     /// Returns the position of sample `index` in the order of the epoch over all ranks, or `None`
     /// if the order does not contain the sample.
     ///
+    /// If the order repeats the sample, it is the first position.
+    ///
     /// # Complexity
     ///
-    /// O(1), or O(N) for a cached order.
+    /// O(1), O(log shards), or O(N) for a cached order or weighted draws.
     pub fn position_of(&self, index: u64) -> Option<u64> {
         self.samples.position(index).filter(|&position| position < self.len)
     }
@@ -611,31 +303,12 @@ impl DistributedSampler {
         let position = self.position_of(index)?;
         self.shares.owner(self.unread.index_of(position)?)
     }
-}
 
-fn check_len(len: u64) -> Result<()> {
-    match len {
-        0 => Err(Error::EmptyDataSet),
-        1..=DistributedSampler::MAX_LEN => Ok(()),
-        len => Err(Error::DataSetTooLong { len, max: DistributedSampler::MAX_LEN }),
+    /// Returns the part of a [mixture](Self::mixture) that contains `index`, or `None` if no part
+    /// does, or the sampler is not a mixture.
+    pub fn part_of(&self, index: u64) -> Option<usize> {
+        self.samples.part_of(index)
     }
-}
-
-/// Returns the positions of `unread` that remain after the world of `stage`.
-fn unread_after(stage: &WorldStage, unread: UnreadPositions) -> Result<UnreadPositions> {
-    let len = unread.len();
-    if stage.consumed > len {
-        return Err(Error::StateConsumed { consumed: stage.consumed, len });
-    }
-    let shares = ShareRule::new(len, stage.world_size, stage.rule.clone())?;
-    Ok(unread.select(shares.unread_after(stage.consumed)))
-}
-
-fn check_equal<T: PartialEq + Debug>(what: &'static str, state: &T, sampler: &T) -> Result<()> {
-    if state == sampler {
-        return Ok(());
-    }
-    Err(Error::StateMismatch { what, state: format!("{state:?}"), sampler: format!("{sampler:?}") })
 }
 
 impl<'a> IntoIterator for &'a DistributedSampler {

@@ -314,14 +314,6 @@ fn resuming_requires_equal_weights_and_labels() {
     assert!(is_mismatch(other.resume(&stratified.state(7))));
 }
 
-#[test]
-fn spdl_preset_is_pinned() {
-    let config = SamplerConfig::spdl_random();
-    assert_eq!(config.order, Order::Shuffled);
-    assert_eq!(config.partition, Partition::Strided);
-    assert_eq!(config.tail, Tail::Drop);
-}
-
 /// Creates a sampler and resumes it from `state`.
 fn resumed(
     len: u64,

@@ -1,14 +1,13 @@
 //! `sample`: prints the indices that one rank reads in one epoch.
 
-mod mixture;
 mod rows;
 
 use std::{ops::Range, path::PathBuf};
 
 use candle_distributed::{
     sampler::{
-        self, DistributedSampler, Indices, Order, Partition, Quota, SamplerConfig, SamplerState,
-        Tail,
+        self, DistributedSampler, Indices, MixtureEnd, MixturePart, Order, Partition, Quota,
+        SamplerConfig, SamplerState, Tail,
     },
     types::{Epoch, Placement, Rank, Seed},
 };
@@ -91,14 +90,11 @@ pub(crate) struct SampleArgs {
     #[arg(
         long,
         value_delimiter = ',',
-        value_parser = mixture::parse_data_set,
+        value_parser = parse_mixture_part,
         value_name = "LEN:WEIGHT,...",
-        conflicts_with_all = [
-            "len", "weights", "classes", "rank_weights", "resume", "save_state", "workers",
-            "mark_padding", "locate"
-        ]
+        conflicts_with_all = ["len", "weights", "classes", "partition", "rank_weights"]
     )]
-    mix: Option<Vec<mixture::DataSet>>,
+    mix: Option<Vec<MixturePart>>,
     /// Seed of the shuffle; a negative one is cast to 64 bits, as PyTorch does
     #[arg(long, default_value = "0", value_parser = parse_seed, allow_negative_numbers = true)]
     seed: u64,
@@ -153,6 +149,15 @@ fn parse_seed(text: &str) -> Result<u64, std::num::ParseIntError> {
     text.parse().or_else(|_| text.parse::<i64>().map(i64::cast_unsigned))
 }
 
+fn parse_mixture_part(text: &str) -> Result<MixturePart, String> {
+    if let Some((len, weight)) = text.split_once(':')
+        && let (Ok(len), Ok(weight)) = (len.parse(), weight.parse())
+    {
+        return Ok(MixturePart::new(len, weight));
+    }
+    Err("expected a length, a colon and a weight".into())
+}
+
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
 enum Preset {
     /// Shuffled, contiguous, the last rank reads the rest
@@ -197,7 +202,7 @@ impl SampleArgs {
         let preset = match self.preset {
             Preset::Spec => SamplerConfig::default(),
             Preset::Torch => SamplerConfig::torch(),
-            Preset::Spdl => SamplerConfig::spdl_deterministic(),
+            Preset::Spdl => SamplerConfig::spdl(),
         };
         let order = self.order.map_or(preset.order, |order| match order {
             OrderArg::Sequential => Order::Sequential,
@@ -246,6 +251,10 @@ impl SampleArgs {
             let quota = self.quota();
             return DistributedSampler::stratified(&labels, quota, placement, self.config())
                 .map_err(|error| without_order(error, FEWER_SAMPLES));
+        }
+        if let Some(parts) = &self.mix {
+            let end = MixtureEnd::FirstExhausted;
+            return Ok(DistributedSampler::mixture(parts, end, placement, self.config())?);
         }
         let len = self.len.expect("clap requires --len unless there is --classes or --mix");
         if let Some(path) = &self.weights {
@@ -357,9 +366,6 @@ impl Serialize for PrintedIndices<'_> {
 
 pub(crate) fn run(args: &SampleArgs) -> Result<()> {
     args.check()?;
-    if let Some(parts) = &args.mix {
-        return mixture::print(args, parts);
-    }
     let sampler = args.sampler()?;
     match args.locate {
         Some(index) => print_place(args, &sampler, index),
