@@ -69,6 +69,10 @@ enum Command {
 
 /// Runs the subcommand given on the command line, and returns the exit code.
 pub fn main() -> ExitCode {
+    // With a handler, a write beyond `ulimit -f` is an error that names the file. If it cannot be
+    // installed, the signal ends the program, as by default.
+    #[cfg(unix)]
+    drop(signal_hook::flag::register(signal_hook::consts::SIGXFSZ, std::sync::Arc::default()));
     let outcome = match Cli::try_parse() {
         Ok(cli) => {
             cli.log.start();

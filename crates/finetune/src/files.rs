@@ -1,8 +1,8 @@
 //! Reads files, and lists the files of folders.
 
 use std::{
-    fs, io,
-    io::Read,
+    fs::{self, File},
+    io::{self, Read},
     path::{Path, PathBuf},
 };
 
@@ -32,6 +32,19 @@ pub fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
     }
 }
 
+/// Opens a regular file, or returns `None` if it does not exist.
+///
+/// # Errors
+///
+/// [`Error::Io`] if the path is not a regular file, or if it cannot be opened.
+pub(crate) fn open_if_there(path: &Path) -> Result<Option<File>> {
+    match open(path) {
+        Ok(file) => Ok(Some(file)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(cause) => Err(Error::io(path, cause)),
+    }
+}
+
 /// Reads a regular file of at most 1 GiB as text.
 pub(crate) fn read_text(path: &Path) -> io::Result<String> {
     String::from_utf8(read(path)?).map_err(|_| io::ErrorKind::InvalidData.into())
@@ -39,16 +52,20 @@ pub(crate) fn read_text(path: &Path) -> io::Result<String> {
 
 /// Reads a regular file of at most 1 GiB.
 fn read(path: &Path) -> io::Result<Vec<u8>> {
-    // Opening a pipe would block until a writer opens it.
-    if !fs::metadata(path)?.is_file() {
-        return Err(io::Error::other("it is not a file"));
-    }
     let mut bytes = Vec::new();
-    fs::File::open(path)?.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
+    open(path)?.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > MAX_BYTES {
         return Err(io::Error::other(format!("it is longer than {MAX_BYTES} bytes")));
     }
     Ok(bytes)
+}
+
+fn open(path: &Path) -> io::Result<File> {
+    // Opening a pipe would block until a writer opens it.
+    if !fs::metadata(path)?.is_file() {
+        return Err(io::Error::other("it is not a file"));
+    }
+    File::open(path)
 }
 
 /// Lists the files under a folder in the same order on every machine. Hidden files and the folders

@@ -14,6 +14,7 @@ mod generate;
 mod guide;
 mod help;
 mod hints;
+mod hunts;
 #[cfg(unix)]
 mod launch;
 mod mesh;

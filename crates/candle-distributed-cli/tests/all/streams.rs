@@ -73,6 +73,24 @@ fn full_device_is_a_named_failure() {
 
 #[cfg(target_os = "linux")]
 #[test]
+fn file_size_limit_is_a_named_failure() {
+    let home = tempfile::tempdir().unwrap();
+    let out = home.path().join("run");
+    let out = out.to_str().unwrap();
+    let program = command(&["train", "--steps", "1", "--no-sample", "--out", out]);
+    let output = Command::new("sh")
+        .args(["-c", "ulimit -f 8; exec \"$0\" \"$@\""])
+        .arg(program.get_program())
+        .args(program.get_args())
+        .output()
+        .unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains(out) && said.contains("too large"), "{said}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
 fn unwritable_messages_keep_exit_code() {
     for (args, code) in
         [(&["sample", "--len", "0"][..], 2), (&["sample"], 2), (&["sample", "--len", "1"], 0)]

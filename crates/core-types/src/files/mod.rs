@@ -89,7 +89,7 @@ pub fn write(path: impl AsRef<Path>, bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Writes `bytes`, the content of the file at `path`, to a new file in the same folder, and returns its path.
+/// Copies the file at `path` to a new file in the same folder, and returns its path.
 ///
 /// `word` is part of the name: `metrics.jsonl` becomes `metrics.damaged-0001.jsonl`, with the first
 /// free number. No file is replaced.
@@ -105,16 +105,17 @@ pub fn write(path: impl AsRef<Path>, bytes: &[u8]) -> io::Result<()> {
 ///
 /// # let folder = AtomicFolder::new(std::env::temp_dir().join("example"))?;
 /// let path = folder.path().join("metrics.jsonl");
+/// std::fs::write(&path, b"{\"loss\":")?;
 /// for number in 1..=2 {
-///     let copy = files::back_up(&path, "damaged", b"{\"loss\":")?;
+///     let copy = files::back_up(&path, "damaged")?;
 ///     assert!(copy.ends_with(format!("metrics.damaged-000{number}.jsonl")));
 /// }
 /// # Ok::<(), std::io::Error>(())
 /// ```
-pub fn back_up(path: impl AsRef<Path>, word: &str, bytes: &[u8]) -> io::Result<PathBuf> {
+pub fn back_up(path: impl AsRef<Path>, word: &str) -> io::Result<PathBuf> {
     let path = path.as_ref();
     let mut file = AtomicFile::replacing(path)?;
-    file.write_all(bytes)?;
+    io::copy(&mut File::open(path)?, &mut file)?;
     file.sync()?;
     let mut number = 1_u64;
     loop {

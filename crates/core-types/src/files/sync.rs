@@ -50,11 +50,14 @@ pub fn sync_folder(path: impl AsRef<Path>) -> io::Result<()> {
     if !cfg!(unix) {
         return Ok(());
     }
+    let path = path.as_ref();
     match File::open(path).and_then(|folder| folder.sync_all()) {
         // The file system does not support it, or the folder is writable but not readable.
-        Err(error) if cannot_sync(&error) => Ok(()),
-        result => result,
+        Err(error) if cannot_sync(&error) => {}
+        result => result?,
     }
+    between_calls(path);
+    Ok(())
 }
 
 /// Returns the parent folder of `path`.

@@ -8,7 +8,7 @@ use std::{
     path::Path,
 };
 
-use super::{AtomicFile, AtomicFolder, back_up, is_partial, write};
+use super::{AtomicFile, AtomicFolder, back_up, is_partial, restore_replaced, write};
 
 type FileObserver = Box<dyn FnMut(&Path)>;
 
@@ -63,7 +63,7 @@ fn killed_write_keeps_whole_content() {
                 assert!(names(&seen).iter().all(|name| name == "model"));
             },
         );
-        assert_eq!(n_calls, 5, "name, file, bytes, sync, rename");
+        assert_eq!(n_calls, 6, "name, file, bytes, sync, rename, folder");
         assert_eq!(fs::read_to_string(&target).unwrap(), new);
     }
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing is left");
@@ -75,14 +75,15 @@ fn killed_backup_is_whole_or_missing() {
     let target = folder.path().join("log.jsonl");
     let copy = folder.path().join("log.damaged-0002.jsonl");
     write(folder.path().join("log.damaged-0001.jsonl"), b"earlier").unwrap();
+    write(&target, b"line").unwrap();
     let path = copy.clone();
     let n_calls = observed(
-        || assert_eq!(back_up(&target, "damaged", b"line").unwrap(), copy),
+        || assert_eq!(back_up(&target, "damaged").unwrap(), copy),
         move |_| assert!(!path.exists() || fs::read(&path).unwrap() == b"line"),
     );
-    assert_eq!(n_calls, 5);
+    assert_eq!(n_calls, 6);
     assert_eq!(fs::read(folder.path().join("log.damaged-0001.jsonl")).unwrap(), b"earlier");
-    assert_eq!(names(folder.path()).len(), 2);
+    assert_eq!(names(folder.path()).len(), 3);
 }
 
 #[test]
@@ -101,11 +102,43 @@ fn killed_folder_is_whole_or_missing() {
             assert!(!path.exists() || fs::read(path.join("deep/file")).unwrap() == b"bytes");
         },
     );
-    assert_eq!(n_calls, 5, "name, folder, file, folder in it, rename");
+    assert_eq!(n_calls, 8, "name, folder, file, two folders in it, rename, and each folder's sync");
     assert_eq!(names(folder.path()), ["model"]);
     assert!(AtomicFolder::new(&target).unwrap().persist().is_err(), "a full folder stays");
     assert_eq!(fs::read(target.join("deep/file")).unwrap(), b"bytes");
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing is left");
+}
+
+#[test]
+fn killed_replacement_restores_one_folder() {
+    let parent = temp_folder();
+    let target = parent.path().join("best");
+    fs::create_dir(&target).unwrap();
+    fs::write(target.join("step"), "1").unwrap();
+    let [from, to] = [parent.path().to_owned(), parent.path().join("copies")];
+    let new = AtomicFolder::new(&target).unwrap();
+    fs::write(new.path().join("step"), "2").unwrap();
+    let mut is_replaced = false;
+    let n_calls = observed(
+        || new.replace().unwrap(),
+        move |_| {
+            // The copy is the state that a kill leaves.
+            fs::create_dir(&to).unwrap();
+            for name in names(&from).iter().filter(|name| *name != "copies") {
+                fs::create_dir(to.join(name)).unwrap();
+                fs::copy(from.join(name).join("step"), to.join(name).join("step")).unwrap();
+            }
+            restore_replaced(to.join("best")).unwrap();
+            let step = fs::read_to_string(to.join("best/step")).unwrap();
+            is_replaced |= step == "2";
+            assert_eq!(step, if is_replaced { "2" } else { "1" });
+            assert_eq!(names(&to), ["best"]);
+            fs::remove_dir_all(&to).unwrap();
+        },
+    );
+    assert_eq!(n_calls, 6, "file, folder, rename, folder, rename, folder");
+    assert_eq!(fs::read_to_string(target.join("step")).unwrap(), "2");
+    assert_eq!(names(parent.path()), ["best"]);
 }
 
 #[test]
@@ -131,7 +164,9 @@ fn partial_names_are_unique() {
     let paths: BTreeSet<_> = files.iter().map(AtomicFile::path).collect();
     assert_eq!(paths.len(), 100);
     assert!(paths.iter().all(|path| is_partial(path.file_name().unwrap())));
-    for other in [".partial", "0123456789abcdef.partial", ".0123456789ABCDEF.partial", ".x"] {
+    for other in
+        [".partial", ".0123.partial", "0123456789abcdef.partial", ".0123456789ABCDEF.partial", ".x"]
+    {
         assert!(!is_partial(other), "{other}");
     }
 }

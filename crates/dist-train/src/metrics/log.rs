@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, File},
-    io::{self, Write},
+    io::{self, Read, Write},
     path::{Path, PathBuf},
     time::Instant,
 };
@@ -106,34 +106,37 @@ impl MetricsLog {
 
 /// Drops damaged lines and the lines of the steps from `end` on, after a backup if one is needed.
 fn truncate(path: &Path, end: u64) -> Result<()> {
-    let text = match fs::read(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        text => text.at(path)?,
-    };
-    let mut metrics = Metrics::parse(&text);
-    if metrics.steps().is_empty() && !is_first_line_start(&text) {
+    if !path.exists() {
+        return Ok(());
+    }
+    let mut metrics = Metrics::read(path)?;
+    if metrics.steps().is_empty() && !is_first_line_start(path, &metrics)? {
         return Err(Error::NoMetrics { path: path.to_owned() });
     }
     if !metrics.damaged().is_empty() {
-        back_up(path, "damaged", &text)?;
+        back_up(path, "damaged")?;
     }
     if end == 0 && metrics.done() > 0 {
-        back_up(path, "unsaved", &text)?;
+        back_up(path, "unsaved")?;
     }
     metrics.truncate(end);
-    let remaining = metrics.lines(&text);
-    if remaining == text { Ok(()) } else { files::write(path, &remaining).at(path) }
+    metrics.rewrite(path).at(path)
 }
 
-/// Returns true if the text is empty or the start of a first line, which a killed run may leave.
-fn is_first_line_start(text: &[u8]) -> bool {
-    let start: &[u8] = br#"{"step":"#;
-    text.is_empty() || (text.starts_with(start) && !text.contains(&b'\n'))
+/// Returns true if a file without steps is empty or the start of a first line, which a killed run
+/// may leave.
+fn is_first_line_start(path: &Path, metrics: &Metrics) -> Result<bool> {
+    const START: &[u8] = br#"{"step":"#;
+    let mut start = Vec::new();
+    let file = File::open(path).at(path)?;
+    file.take(START.len() as u64).read_to_end(&mut start).at(path)?;
+    // A file with complete lines would have steps or damaged lines.
+    Ok(metrics.damaged().is_empty() && (start.is_empty() || start == START))
 }
 
 /// Backs up a file with `kind` lines, and warns about it.
-fn back_up(path: &Path, kind: &str, text: &[u8]) -> Result<()> {
-    let copy = files::back_up(path, kind, text).at(path)?;
+fn back_up(path: &Path, kind: &str) -> Result<()> {
+    let copy = files::back_up(path, kind).at(path)?;
     tracing::warn!("{} has {kind} lines, backed up as {}", path.display(), copy.display());
     Ok(())
 }

@@ -1,6 +1,13 @@
 //! Reads the metrics of a run, with sums and means over steps.
 
-use std::{fs, ops::Range, path::Path};
+use std::{
+    fs::File,
+    io::{self, BufRead, BufReader, BufWriter, Read, Write},
+    ops::Range,
+    path::Path,
+};
+
+use dist_checkpoint::files::AtomicFile;
 
 use crate::{
     error::{AtPath, Result},
@@ -62,33 +69,56 @@ impl Metrics {
     /// Returns [`CheckpointError::Io`](crate::CheckpointError::Io) if reading fails.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        Ok(Self::parse(&fs::read(path).at(path)?))
+        let file = File::open(path).at(path)?;
+        Self::read_lines(BufReader::new(file)).at(path)
     }
 
-    /// Parses the steps in the content of a file.
+    /// Parses the steps in the content of a file, like [`read_lines`](Self::read_lines).
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
+    pub fn parse(text: &[u8]) -> Self {
+        Self::read_lines(text).expect("memory can be read")
+    }
+
+    /// Reads the steps line by line, so that the memory is that of the steps alone.
     ///
     /// A line is [damaged](Self::damaged) if it is not a step, or if its step number does not fit
     /// between its neighbors. A truncated last line is ignored instead, because a killed run may
-    /// leave one.
-    pub fn parse(text: &[u8]) -> Self {
-        let is_cut = text.last().is_some_and(|&last| last != b'\n');
-        let mut lines: Vec<&[u8]> = text.split(|&byte| byte == b'\n').collect();
-        // The text after the last newline: empty or a partial line. A complete step there is used.
-        let last = lines.pop().filter(|last| is_cut && parse_step(last).is_some());
-        let steps: Vec<Option<StepMetrics>> =
-            lines.into_iter().chain(last).map(parse_step).collect();
+    /// leave one. A line of more than 64 KiB counts as several damaged lines.
+    ///
+    /// # Errors
+    ///
+    /// An I/O error of `reader`.
+    pub fn read_lines(mut reader: impl BufRead) -> io::Result<Self> {
         let mut metrics = Self::default();
-        for (index, step) in steps.iter().enumerate() {
-            let next = steps.get(index + 1).copied().flatten();
-            match step.filter(|step| metrics.is_between(step, next)) {
-                Some(step) => {
-                    metrics.steps.push(step);
-                    metrics.line_indices.push(index);
-                }
-                None => metrics.damaged.push(index as u64 + 1),
+        let mut line = Vec::new();
+        // The previous line, which is judged together with the step that follows it.
+        let mut previous: Option<Option<StepMetrics>> = None;
+        let mut n_lines = 0;
+        while read_line(&mut reader, &mut line)? {
+            let step = parse_step(&line);
+            if step.is_none() && is_cut(&line) {
+                break;
             }
+            if let Some(previous) = previous.replace(step) {
+                metrics.add(n_lines - 1, previous, step);
+            }
+            n_lines += 1;
         }
-        metrics
+        if let Some(last) = previous {
+            metrics.add(n_lines - 1, last, None);
+        }
+        Ok(metrics)
+    }
+
+    /// Adds the step of a line, or counts the line as damaged. `next` is the step of the next line.
+    fn add(&mut self, index: usize, step: Option<StepMetrics>, next: Option<StepMetrics>) {
+        match step.filter(|step| self.is_between(step, next)) {
+            Some(step) => {
+                self.steps.push(step);
+                self.line_indices.push(index);
+            }
+            None => self.damaged.push(index as u64 + 1),
+        }
     }
 
     /// Returns true if a step fits between the previous steps and the next step. The next step is
@@ -119,11 +149,31 @@ impl Metrics {
         &self.damaged
     }
 
-    /// Returns the lines of these steps, unchanged from the `text` they were [parsed](Self::parse)
-    /// from.
-    pub fn lines(&self, text: &[u8]) -> Vec<u8> {
-        let lines: Vec<&[u8]> = text.split(|&byte| byte == b'\n').collect();
-        self.line_indices.iter().flat_map(|&index| [lines[index], b"\n"].concat()).collect()
+    /// Rewrites the file that these steps were read from with their lines alone, unchanged. The file
+    /// is replaced atomically.
+    ///
+    /// # Errors
+    ///
+    /// An I/O error.
+    pub fn rewrite(&self, path: impl AsRef<Path>) -> io::Result<()> {
+        let path = path.as_ref();
+        let reader = BufReader::new(File::open(path)?);
+        let mut writer = BufWriter::new(AtomicFile::new(path)?);
+        self.copy_lines(reader, &mut writer)?;
+        writer.into_inner()?.persist()
+    }
+
+    fn copy_lines(&self, mut reader: impl BufRead, writer: &mut impl Write) -> io::Result<()> {
+        let mut line = Vec::new();
+        let mut n_read = 0;
+        for &index in &self.line_indices {
+            while n_read <= index && read_line(&mut reader, &mut line)? {
+                n_read += 1;
+            }
+            writer.write_all(line.strip_suffix(b"\n").unwrap_or(&line))?;
+            writer.write_all(b"\n")?;
+        }
+        Ok(())
     }
 
     /// Drops the steps from `end` on, which a run resumed at `end` repeats.
@@ -167,6 +217,21 @@ impl Metrics {
         self.steps.iter().rev().take(n_steps).for_each(|step| mean.add(step));
         mean.mean()
     }
+}
+
+/// The length limit of a line. The longest line of a step has about 300 bytes.
+const MAX_LINE_BYTES: u64 = 1 << 16;
+
+/// Reads a line with its end, or its next part if it is too long. Returns false at the end of the
+/// file.
+fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<bool> {
+    line.clear();
+    Ok(reader.take(MAX_LINE_BYTES).read_until(b'\n', line)? > 0)
+}
+
+/// Returns true if the file ends before the line does.
+fn is_cut(line: &[u8]) -> bool {
+    !line.ends_with(b"\n") && (line.len() as u64) < MAX_LINE_BYTES
 }
 
 /// Parses a line; `None` if it is not a plausible step.
@@ -215,7 +280,21 @@ mod tests {
             (metrics.seconds(), metrics.sum(|step| step.real_tokens), metrics.last_loss(1)),
             (2.25, 20, 1.0)
         );
-        assert_eq!(metrics.lines(lines.concat().as_bytes()), lines.concat().as_bytes());
+    }
+
+    #[test]
+    fn kept_lines_are_copied_unchanged() {
+        let lines: Vec<String> = (0..4).map(|step| line(step, "1", 1.0)).collect();
+        let long = "x".repeat(150_000) + "\n";
+        let text = [&lines[0], &long, &lines[1], "\n", &lines[2], lines[3].trim_end()].concat();
+        let mut metrics = Metrics::parse(text.as_bytes());
+        assert_eq!((metrics.done(), metrics.damaged()), (4, &[2, 3, 4, 6][..]));
+        for n_kept in [4, 3, 0] {
+            metrics.truncate(n_kept);
+            let mut copied = Vec::new();
+            metrics.copy_lines(text.as_bytes(), &mut copied).unwrap();
+            assert_eq!(String::from_utf8(copied).unwrap(), lines[..n_kept as usize].concat());
+        }
     }
 
     fn steps(lines: &[String]) -> (Vec<u64>, Vec<u64>) {

@@ -6,6 +6,9 @@ use pmap_mesh::DeviceMesh;
 
 use crate::random::{Case, assert_near};
 
+/// The variable with the number of sharded cases for each number of slots.
+const RANDOM_MODELS: &str = "RANDOM_MODELS";
+
 /// Runs `cases` cases on each of one to four slots.
 fn check(cases: u64, dtype: DType, tolerance: f64) {
     for slots in 1..=4 {
@@ -22,6 +25,35 @@ fn check(cases: u64, dtype: DType, tolerance: f64) {
 #[test]
 fn f64_models_match_one_device() {
     check(40, DType::F64, 1e-11);
+}
+
+/// Sharded models equal replicated ones: to the bit, or in shared or clipped gradients up to
+/// rounding.
+#[test]
+fn sharded_models_match_replicated_models() {
+    let n_cases = std::env::var(RANDOM_MODELS).ok().and_then(|number| number.parse().ok());
+    let n_cases = n_cases.unwrap_or(75);
+    let mut n_equal = 0;
+    for slots in 1..=4 {
+        let mesh = DeviceMesh::builder().axis("rows", slots).pin(false).cpu().unwrap();
+        for seed in 0..n_cases {
+            let (dtype, tolerance) =
+                [(DType::F64, 1e-11), (DType::F32, 1e-4), (DType::BF16, 1e-1), (DType::F16, 2e-2)]
+                    [seed as usize % 4];
+            let case = Case::new((1 << 32) + seed * 4 + slots as u64, slots, dtype);
+            let name = format!("{dtype:?} case {seed} on {slots} slots");
+            let [sharded, replicated] = [true, false].map(|sharded| case.by_units(&mesh, sharded));
+            if case.has_equal_bits() {
+                n_equal += 1;
+                let bits = |items: &[f64]| items.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                assert_eq!(bits(&sharded), bits(&replicated), "{name}");
+            } else {
+                assert_near(&sharded, &replicated, tolerance, &name);
+            }
+            assert_near(&sharded, &case.on_one_device(), tolerance, &name);
+        }
+    }
+    assert!(n_equal >= n_cases / 4, "{n_equal} cases have equal bits");
 }
 
 /// bf16 has 8 bits of precision, and dozens of operations round to it.

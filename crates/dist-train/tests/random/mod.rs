@@ -3,12 +3,21 @@
 use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore};
 use candle_nn::{Linear, Module, Optimizer, VarBuilder, VarMap, linear, linear_no_bias};
 use core_types::Seed;
-use dist_train::{DataParallel, Loss, ParamsSgd, Sgd};
+use dist_train::{DataParallel, Loss, ModelBuilder, ParamsSgd, Sgd, UnitRules, Units};
 use pmap_mesh::{DeviceMesh, Replica, Uneven};
 
 const WIDTH: usize = 4;
 const RATE: f64 = 0.2;
 const MOMENTUM: f64 = 0.5;
+/// A layer that the loss does not use.
+const UNUSED: &str = "layers.9";
+/// A parameter without elements.
+const EMPTY: &str = "empty";
+
+/// Returns the name of a layer, which is the name of its unit.
+fn layer_name(name: usize) -> String {
+    format!("layers.{name}")
+}
 
 /// A sequence of random numbers.
 struct RandomDraws(Seed, u64);
@@ -34,8 +43,7 @@ pub(crate) struct Case {
     dtype: DType,
     /// The name of each layer; layers with the same name are tied.
     layers: Vec<usize>,
-    has_bias: bool,
-    has_residual: bool,
+    form: LayerForm,
     has_unused: bool,
     /// Whether each slot has separate variables.
     has_own: bool,
@@ -45,6 +53,30 @@ pub(crate) struct Case {
     max_norm: Option<f64>,
     /// The batches of each update; all but the last are accumulated.
     updates: Vec<Vec<WeightedBatch>>,
+}
+
+/// The form of all layers of a model.
+#[derive(Clone, Copy)]
+struct LayerForm {
+    has_bias: bool,
+    has_residual: bool,
+    /// Whether each layer also has a parameter without elements.
+    has_empty: bool,
+}
+
+impl LayerForm {
+    fn layer(&self, vb: VarBuilder<'_>) -> Result<Linear> {
+        if self.has_empty {
+            vb.get((0, WIDTH), EMPTY)?;
+        }
+        if self.has_bias { linear(WIDTH, WIDTH, vb) } else { linear_no_bias(WIDTH, WIDTH, vb) }
+    }
+
+    /// Returns the result of a layer, with its residual connection.
+    fn forward(&self, layer: &Linear, x: &Tensor) -> Result<Tensor> {
+        let y = layer.forward(x)?.tanh()?;
+        if self.has_residual { x + y } else { Ok(y) }
+    }
 }
 
 /// Rows with their weights.
@@ -72,11 +104,14 @@ impl Case {
         Self {
             dtype,
             layers,
+            form: LayerForm {
+                has_bias: draw.coin(),
+                has_residual: draw.coin(),
+                has_empty: draw.coin(),
+            },
             frozen,
             uneven,
             updates,
-            has_bias: draw.coin(),
-            has_residual: draw.coin(),
             has_unused: draw.coin(),
             has_own: draw.coin(),
             weighted: draw.coin(),
@@ -85,60 +120,90 @@ impl Case {
     }
 
     fn model(&self, vb: VarBuilder<'_>) -> Result<Vec<Linear>> {
-        let layer = |name: usize| {
-            let vb = vb.pp(format!("layer{name}"));
-            if self.has_bias { linear(WIDTH, WIDTH, vb) } else { linear_no_bias(WIDTH, WIDTH, vb) }
-        };
         if self.has_unused {
-            linear(2, 3, vb.pp("unused"))?;
+            linear(2, 3, vb.pp(UNUSED))?;
         }
-        self.layers.iter().map(|&name| layer(name)).collect()
+        self.layers.iter().map(|&name| self.form.layer(vb.pp(layer_name(name)))).collect()
     }
 
     /// Returns the loss of each row.
     fn row_losses(&self, model: &[Linear], x: &Tensor) -> Result<Tensor> {
         let mut x = x.clone();
         for layer in model {
-            let y = layer.forward(&x)?.tanh()?;
-            x = if self.has_residual { (x + y)? } else { y };
+            x = self.form.forward(layer, &x)?;
         }
         (x - 0.3)?.sqr()?.sum(1)
     }
 
-    /// Returns the loss of a shard.
-    fn loss(&self, ctx: &Replica, model: &[Linear], x: &Tensor, weights: &Tensor) -> Result<Loss> {
-        let losses = self.row_losses(model, x)?;
+    /// Returns the loss of a shard from the losses of its rows.
+    fn loss(&self, ctx: &Replica, row_losses: Tensor, weights: &Tensor) -> Result<Loss> {
         if self.weighted {
-            return Ok(Loss::sum((losses * weights)?.sum_all()?, weights.sum_all()?));
+            return Ok(Loss::sum((row_losses * weights)?.sum_all()?, weights.sum_all()?));
         }
-        Ok(Loss::mean(losses.narrow(0, 0, ctx.valid_len().unwrap())?.mean_all()?))
+        Ok(Loss::mean(row_losses.narrow(0, 0, ctx.valid_len().unwrap())?.mean_all()?))
     }
 
     /// Trains on a mesh; returns the loss, norm and weight of each update, and the final variables.
     pub(crate) fn on_mesh(&self, mesh: &DeviceMesh) -> Vec<f64> {
-        let mut builder = DataParallel::builder(mesh, |vb: VarBuilder<'_>| self.model(vb))
+        let builder = self.configure(DataParallel::builder(mesh, |vb| self.model(vb)));
+        let builder = if self.has_own { builder.replicated() } else { builder };
+        self.train(builder, |ctx, model: &Vec<Linear>, (x, weights)| {
+            self.loss(ctx, self.row_losses(model, &x)?, &weights)
+        })
+    }
+
+    /// Like `on_mesh`, with a unit for each layer, which may be sharded.
+    pub(crate) fn by_units(&self, mesh: &DeviceMesh, is_sharded: bool) -> Vec<f64> {
+        let model = |vb: VarBuilder<'_>| self.model(vb);
+        let builder = DataParallel::builder(mesh, model).by_units(UnitRules::new());
+        let builder = if is_sharded { builder.fully_shard() } else { builder };
+        self.train(self.configure(builder), |ctx, model: &Units, (x, weights)| {
+            let (form, mut x) = (self.form, x);
+            for &name in &self.layers {
+                let unit = layer_name(name);
+                x = model.unit(&unit, &x, move |vb, x| form.forward(&form.layer(vb)?, x))?;
+            }
+            self.loss(ctx, (x - 0.3)?.sqr()?.sum(1)?, &weights)
+        })
+    }
+
+    /// Returns true if the sharded model has the bits of the replicated one: no layer is used
+    /// twice, gradients are not clipped, and no batch is accumulated.
+    pub(crate) fn has_equal_bits(&self) -> bool {
+        let mut layers = self.layers.clone();
+        layers.sort_unstable();
+        layers.dedup();
+        let is_accumulated = self.updates.iter().any(|batches| batches.len() > 1);
+        layers.len() == self.layers.len() && self.max_norm.is_none() && !is_accumulated
+    }
+
+    fn configure<'a, M>(&self, builder: ModelBuilder<'a, M>) -> ModelBuilder<'a, M> {
+        let unused = self.has_unused.then_some(UNUSED);
+        let builder = builder
             .dtype(self.dtype)
             .uneven(self.uneven)
-            .allow_unused(self.has_unused.then_some("unused"))
-            .freeze(self.frozen.map(|frozen| format!("layer{frozen}")));
-        if let Some(max_norm) = self.max_norm {
-            builder = builder.clip_grad_norm(max_norm);
+            .allow_unused(unused.into_iter().chain(self.form.has_empty.then_some(EMPTY)))
+            .freeze(self.frozen.map(layer_name));
+        match self.max_norm {
+            Some(max_norm) => builder.clip_grad_norm(max_norm),
+            None => builder,
         }
-        if self.has_own {
-            builder = builder.replicated();
-        }
+    }
+
+    fn train<M: Send>(
+        &self,
+        builder: ModelBuilder<'_, M>,
+        loss: impl Fn(&Replica, &M, (Tensor, Tensor)) -> Result<Loss> + Send + Sync,
+    ) -> Vec<f64> {
         let params = ParamsSgd { lr: RATE, momentum: MOMENTUM, ..ParamsSgd::default() };
         let mut model = builder.build(|group| Sgd::new(group.vars, params.clone())).unwrap();
-        let loss = |ctx: &Replica, model: &Vec<Linear>, (x, weights): (Tensor, Tensor)| {
-            self.loss(ctx, model, &x, &weights)
-        };
         let mut all = Vec::new();
         for batches in &self.updates {
             let (last, accumulated) = batches.split_last().unwrap();
             for WeightedBatch { x, weights } in accumulated {
-                model.accumulate((x.clone(), weights.clone()), loss).unwrap();
+                model.accumulate((x.clone(), weights.clone()), &loss).unwrap();
             }
-            let step = model.step((last.x.clone(), last.weights.clone()), loss).unwrap();
+            let step = model.step((last.x.clone(), last.weights.clone()), &loss).unwrap();
             all.extend([step.loss, step.grad_norm, step.weight]);
         }
         model.check_in_sync().unwrap();
@@ -163,7 +228,7 @@ impl Case {
         let model = self.model(VarBuilder::from_varmap(&map, DType::F64, &Device::Cpu)).unwrap();
         let named = map.data().lock().unwrap();
         let is_frozen = |name: &str| {
-            self.frozen.is_some_and(|frozen| name.starts_with(&format!("layer{frozen}.")))
+            self.frozen.is_some_and(|frozen| name.starts_with(&format!("{}.", layer_name(frozen))))
         };
         let trained = initial.keys().filter(|name| !is_frozen(name)).map(|name| &named[name]);
         let mut moved: Vec<(&Var, Option<Tensor>)> = trained.map(|var| (var, None)).collect();

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use core_types::human::Printable;
+use core_types::human::{HumanBytes, Printable};
 
 use crate::error::Error;
 
@@ -57,6 +57,21 @@ pub enum ExampleError {
     Empty {
         /// The file or folder.
         path: PathBuf,
+    },
+    /// A file would take more memory than the process may.
+    #[error(
+        "the texts up to {} would take about {}, more than {}",
+        Printable(path.display()),
+        HumanBytes((*needed).into()),
+        HumanBytes((*limit).into())
+    )]
+    Memory {
+        /// The file.
+        path: PathBuf,
+        /// Bytes of the file's text and of all tokens.
+        needed: u64,
+        /// Maximum bytes.
+        limit: u64,
     },
     /// An example is longer than the context.
     #[error("{location} has {length} tokens, more than the context of {context}")]

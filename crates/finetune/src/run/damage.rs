@@ -14,11 +14,11 @@ pub(super) fn warn_damaged(path: &Path, lines: &[u64]) {
 }
 
 /// Backs up a file if some of its lines are damaged, with a warning.
-pub(super) fn back_up_damaged(path: &Path, lines: &[u64], content: &[u8]) -> Result<()> {
+pub(super) fn back_up_damaged(path: &Path, lines: &[u64]) -> Result<()> {
     if lines.is_empty() {
         return Ok(());
     }
-    let copy = back_up(path, "damaged", content)?;
+    let copy = back_up(path, "damaged")?;
     tracing::warn!(
         "{} {}; the whole file is backed up as {}",
         path.display(),
@@ -28,9 +28,9 @@ pub(super) fn back_up_damaged(path: &Path, lines: &[u64], content: &[u8]) -> Res
     Ok(())
 }
 
-/// Backs up the content of a file under a name with `word`, and returns the path of the copy.
-pub(super) fn back_up(path: &Path, word: &str, content: &[u8]) -> Result<PathBuf> {
-    files::back_up(path, word, content).map_err(|cause| Error::write(path, cause))
+/// Copies a file to a name with `word`, and returns the path of the copy.
+pub(super) fn back_up(path: &Path, word: &str) -> Result<PathBuf> {
+    files::back_up(path, word).map_err(|cause| Error::write(path, cause))
 }
 
 /// Returns the part of a message that names damaged lines.

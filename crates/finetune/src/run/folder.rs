@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     ffi::OsString,
     fs::{self, File},
-    io::{self, Write},
+    io::{self, BufReader, Write},
     path::{Path, PathBuf},
     time::SystemTime,
 };
@@ -85,9 +85,16 @@ pub fn checkpoints(path: &Path, spec: &Spec) -> Checkpoints {
 /// [`Error::Io`] if the file cannot be read.
 pub fn metrics(path: &Path) -> Result<Metrics> {
     let path = path.join(METRICS);
-    let metrics = Metrics::parse(&files::read_if_there(&path)?.unwrap_or_default());
+    let metrics = read_metrics(&path)?.unwrap_or_default();
     damage::warn_damaged(&path, metrics.damaged());
     Ok(metrics)
+}
+
+/// Reads a file of metrics, of any length, or returns `None` if it does not exist.
+fn read_metrics(path: &Path) -> Result<Option<Metrics>> {
+    let Some(file) = files::open_if_there(path)? else { return Ok(None) };
+    let metrics = Metrics::read_lines(BufReader::new(file));
+    metrics.map(Some).map_err(|cause| Error::io(path, cause))
 }
 
 /// Returns the names of the files and folders of a run, or of a model, in the folder `path`.
@@ -299,14 +306,17 @@ impl RunFolder {
         // The description comes first: no other file is of a run without one.
         spec.write(path)?;
         let metrics = path.join(METRICS);
+        let recorded = read_metrics(&metrics)?;
         // A run may be killed before its first step, and `--resume` may start one.
-        let recorded = files::read_if_there(&metrics)?.unwrap_or_default();
-        let mut kept = Metrics::parse(&recorded);
-        damage::back_up_damaged(&metrics, kept.damaged(), &recorded)?;
+        if recorded.is_none() {
+            atomic::write(&metrics, b"").map_err(|cause| Error::write(&metrics, cause))?;
+        }
+        let mut kept = recorded.unwrap_or_default();
+        damage::back_up_damaged(&metrics, kept.damaged())?;
         if step == 0 && kept.done() > 0 {
             // A run killed before its first checkpoint looks the same, and must resume without user
             // action.
-            let backup = damage::back_up(&metrics, "unsaved", &recorded)?;
+            let backup = damage::back_up(&metrics, "unsaved")?;
             tracing::warn!(
                 "{} ends with step {}, but there is no checkpoint in {}: the run starts anew, and \
                  the whole file is backed up as {}",
@@ -328,8 +338,7 @@ impl RunFolder {
             };
             tracing::warn!("{name} lacks the metrics of {steps}");
         }
-        atomic::write(&metrics, &kept.lines(&recorded))
-            .map_err(|cause| Error::write(&metrics, cause))?;
+        kept.rewrite(&metrics).map_err(|cause| Error::write(&metrics, cause))?;
         validations::keep_up_to(path, step)?;
         let file = File::options()
             .append(true)
@@ -497,10 +506,8 @@ fn keep_unsaved(path: &Path, spec: &Spec) -> Result<()> {
         }
     }
     let validations = path.join(validations::FILE);
-    match files::read_if_there(&validations)? {
-        Some(recorded) if !recorded.is_empty() => {
-            damage::back_up(&validations, "unsaved", &recorded).map(drop)
-        }
+    match length_and_time(&validations)? {
+        Some((length, _)) if length > 0 => damage::back_up(&validations, "unsaved").map(drop),
         Some(_) | None => Ok(()),
     }
 }

@@ -51,7 +51,7 @@ pub(super) fn keep_up_to(path: &Path, steps: u64) -> Result<()> {
     let path = path.join(FILE);
     let Some(text) = files::read_if_there(&path)? else { return Ok(()) };
     let (points, damaged) = parse(&text);
-    damage::back_up_damaged(&path, &damaged, &text)?;
+    damage::back_up_damaged(&path, &damaged)?;
     let mut lines = Vec::new();
     for point in points.iter().filter(|point| point.step <= steps) {
         let line = serde_json::to_vec(point).map_err(io::Error::from);

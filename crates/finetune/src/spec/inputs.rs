@@ -106,8 +106,8 @@ impl RunInputs {
         }
     }
 
-    /// Reads the examples under these paths, or generates short stories. The validation gets its
-    /// share of every text.
+    /// Reads the examples under these paths within `max_bytes`, or generates short stories. The
+    /// validation gets its share of every text.
     ///
     /// # Errors
     ///
@@ -117,8 +117,9 @@ impl RunInputs {
         folder: &Folder,
         paths: &[PathBuf],
         seed: Seed,
+        max_bytes: Option<u64>,
     ) -> Result<RunTexts> {
-        let parts = self.read_parts(folder.tokenizer(), paths)?;
+        let parts = self.read_parts(folder.tokenizer(), paths, max_bytes)?;
         let mut texts = RunTexts {
             fingerprint: joint_fingerprint(&parts),
             train: Examples::default(),
@@ -140,14 +141,26 @@ impl RunInputs {
         Ok(texts)
     }
 
-    fn read_parts(&self, tokenizer: &Tokenizer, paths: &[PathBuf]) -> Result<Vec<Examples>> {
-        let read = |path: &PathBuf| Examples::read(path, tokenizer, self.context, self.overlong);
+    fn read_parts(
+        &self,
+        tokenizer: &Tokenizer,
+        paths: &[PathBuf],
+        max_bytes: Option<u64>,
+    ) -> Result<Vec<Examples>> {
+        let Self { context, overlong, .. } = *self;
         if paths.is_empty() {
             let stories = stories::stories();
-            let part = Examples::from_texts(stories, tokenizer, self.context, self.overlong)?;
-            return Ok(vec![part]);
+            return Ok(vec![Examples::from_texts(stories, tokenizer, context, overlong)?]);
         }
-        paths.iter().map(read).collect()
+        let mut parts = Vec::with_capacity(paths.len());
+        let mut n_tokens = 0;
+        for path in paths {
+            let part =
+                Examples::read_beside(n_tokens, path, tokenizer, context, overlong, max_bytes)?;
+            n_tokens += part.lengths().iter().sum::<u64>();
+            parts.push(part);
+        }
+        Ok(parts)
     }
 
     /// Returns the weights of several texts in an epoch; empty for a single text.

@@ -234,7 +234,8 @@ impl Spec {
     /// [`RunError::TextMismatch`] if the texts have changed, and the errors of reading them.
     pub fn first_epoch(&self) -> Result<FirstEpoch> {
         let folder = self.finetune.open_folder()?;
-        let texts = self.finetune.read_texts(&folder, &self.data, Seed::new(self.seed))?;
+        let seed = Seed::new(self.seed);
+        let texts = self.finetune.read_texts(&folder, &self.data, seed, None)?;
         if texts.fingerprint != self.text {
             return Err(RunError::TextMismatch.into());
         }

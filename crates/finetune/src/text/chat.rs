@@ -169,7 +169,7 @@ impl ChatTemplate {
         let context =
             Context { messages, add_generation_prompt, tools: None, documents: None, special };
         let template = self.environment()?.get_template(Self::NAME).map_err(rendering_error)?;
-        let mut text = BoundedWriter { text: Vec::new(), start: stack_address() };
+        let mut text = BoundedWriter::new();
         template
             .render_captured_to(Value::from(Serde(&context)), &mut text)
             .map_err(rendering_error)?;
@@ -212,12 +212,18 @@ impl fmt::Debug for ChatTemplate {
     }
 }
 
-/// A writer into memory that fails beyond [`MAX_TEXT_BYTES`], and if its caller has used half of the
+/// A writer into memory that fails beyond [`MAX_TEXT_BYTES`], and if its caller uses a third of the
 /// stack: a value that contains itself would be written without end.
 struct BoundedWriter {
     text: Vec<u8>,
-    /// The address of the stack before the template was rendered.
+    /// The address of the stack before the first byte.
     start: usize,
+}
+
+impl BoundedWriter {
+    fn new() -> Self {
+        Self { text: Vec::new(), start: stack_address() }
+    }
 }
 
 /// Returns about the address where the stack ends now.
@@ -229,7 +235,7 @@ fn stack_address() -> usize {
 
 impl Write for BoundedWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.start.abs_diff(stack_address()) > STACK_BYTES / 2 {
+        if self.start.abs_diff(stack_address()) > STACK_BYTES / 3 {
             return Err(io::Error::other("a value contains itself, or is nested too deeply"));
         }
         if bytes.len() > MAX_TEXT_BYTES - self.text.len() {
@@ -277,7 +283,7 @@ fn raise_exception(reason: String) -> std::result::Result<Value, minijinja::Erro
 fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, minijinja::Error> {
     let indent: Option<usize> = options.get("indent")?;
     options.assert_all_used()?;
-    let mut out = Vec::new();
+    let mut out = BoundedWriter::new();
     let written = match indent {
         None => value.serialize(&mut Serializer::with_formatter(&mut out, SpacedFormatter)),
         Some(width) if width > MAX_INDENT => {
@@ -292,7 +298,7 @@ fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, miniji
     };
     let json_error = |fault: String| minijinja::Error::new(ErrorKind::BadSerialization, fault);
     written.map_err(|fault| json_error(fault.to_string()))?;
-    String::from_utf8(out).map_err(|fault| json_error(fault.to_string()))
+    String::from_utf8(out.text).map_err(|fault| json_error(fault.to_string()))
 }
 
 /// Formats JSON on one line, with a space after each comma and colon.
@@ -388,6 +394,7 @@ mod tests {
             // Values that contain themselves would be written without end.
             ("{% set ns = namespace(s=1) %}{% set ns.s = ns %}{{ ns }}", "contains itself"),
             ("{% set ns = namespace(s=1) %}{% set ns.s = [ns] %}{{ ns }}", ""),
+            ("{% set ns = namespace(s=1) %}{% set ns.s = [ns] %}{{ ns | tojson }}", "itself"),
             ("{{ messages[3].content }}", "undefined"),
             ("{{ strftime_now('%Y') }}", "strftime_now"),
             ("{{ 'x' * 1000000000000 }}", ""),

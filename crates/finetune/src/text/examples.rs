@@ -21,6 +21,9 @@ use crate::{
 /// The label of a token that is not a target, as in PyTorch.
 const IGNORED: i64 = -100;
 
+/// Memory of a token.
+const TOKEN_BYTES: u64 = size_of::<u32>() as u64;
+
 /// The treatment of texts that are longer than the context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
@@ -63,23 +66,39 @@ impl Examples {
     /// Reads the examples of a file, or of all files under a folder in the order of their names,
     /// with at most `context` tokens each.
     ///
-    /// Each line of a `*.jsonl` file is an example: a string or `{"text"}` (all tokens are
+    /// Each file is read whole, and rejected if its text and all examples would take more than
+    /// `max_bytes`. Each line of a `*.jsonl` file is an example: a string or `{"text"}` (all tokens are
     /// targets), `{"prompt", "completion"}` (the completion is the target), or `{"messages"}` (the
     /// assistant's messages are targets). All other files hold paragraphs of text. Hidden files are
     /// skipped, and text files that are not UTF-8 too.
     ///
     /// # Errors
     ///
-    /// [`Error::Example`] with the file and the line of a malformed example, [`Error::Tokenizer`] or
-    /// [`Error::Io`].
+    /// [`Error::Example`] with the file and the line of a malformed example, or with the file that
+    /// takes too much memory, [`Error::Tokenizer`] or [`Error::Io`].
     pub fn read(
         path: &Path,
         tokenizer: &Tokenizer,
         context: usize,
         overlong: Overlong,
+        max_bytes: Option<u64>,
+    ) -> Result<Self> {
+        Self::read_beside(0, path, tokenizer, context, overlong, max_bytes)
+    }
+
+    /// Like [`read`](Self::read), beside other examples of `n_tokens` tokens.
+    pub(crate) fn read_beside(
+        mut n_tokens: u64,
+        path: &Path,
+        tokenizer: &Tokenizer,
+        context: usize,
+        overlong: Overlong,
+        max_bytes: Option<u64>,
     ) -> Result<Self> {
         let mut examples = Self::default();
         for file in files::list(path)? {
+            check_memory(&file, n_tokens, max_bytes)?;
+            let n_before = examples.examples.len();
             let Some(text) = examples.files.read_text(&file)? else { continue };
             for (location, item) in lines::items(&file, &text)? {
                 match encode(tokenizer, &item) {
@@ -90,6 +109,8 @@ impl Examples {
                     }
                 }
             }
+            let added = &examples.examples[n_before..];
+            n_tokens += added.iter().map(|example| example.ids.len() as u64).sum::<u64>();
         }
         if examples.examples.is_empty() {
             return Err(ExampleError::Empty { path: path.into() }.into());
@@ -276,6 +297,22 @@ impl FileCounts {
     }
 }
 
+/// Checks that the next file fits into `max_bytes` beside `n_tokens` tokens.
+fn check_memory(file: &Path, n_tokens: u64, max_bytes: Option<u64>) -> Result<()> {
+    /// Copies of a file's text: as read, with converted line ends, and as items.
+    const TEXT_COPIES: u64 = 3;
+    let Some(limit) = max_bytes else { return Ok(()) };
+    let length = fs::metadata(file).map_err(|cause| Error::io(file, cause))?.len();
+    // A byte may become a token.
+    let n_tokens = n_tokens.saturating_add(length);
+    let needed =
+        length.saturating_mul(TEXT_COPIES).saturating_add(n_tokens.saturating_mul(TOKEN_BYTES));
+    if needed > limit {
+        return Err(ExampleError::Memory { path: file.into(), needed, limit }.into());
+    }
+    Ok(())
+}
+
 /// Returns the tokens of an item.
 fn encode(tokenizer: &Tokenizer, item: &Item) -> Result<LabeledTokens> {
     match item {
@@ -346,7 +383,29 @@ mod tests {
         let path = home.path().join(name);
         fs::write(&path, text).unwrap();
         let folder = golden::folder("qwen2");
-        Examples::read(&path, folder.tokenizer(), context, overlong)
+        Examples::read(&path, folder.tokenizer(), context, overlong, None)
+    }
+
+    #[test]
+    fn memory_of_texts_is_limited() {
+        let home = tempfile::tempdir().unwrap();
+        for name in ["a.jsonl", "b.jsonl"] {
+            fs::write(home.path().join(name), format!("\"{}\"", "word ".repeat(200))).unwrap();
+        }
+        let read = |max_bytes| {
+            let folder = golden::folder("qwen2");
+            Examples::read(home.path(), folder.tokenizer(), 2000, Overlong::Error, Some(max_bytes))
+        };
+        let length = 1002;
+        let fits = 7 * length + 4 * read(1 << 20).unwrap().lengths()[0];
+        read(fits).unwrap();
+        for (max_bytes, name) in [(fits - 1, "b.jsonl"), (7 * length - 1, "a.jsonl")] {
+            let Err(Error::Example(ExampleError::Memory { path, limit, .. })) = read(max_bytes)
+            else {
+                panic!("{max_bytes}")
+            };
+            assert_eq!((path, limit), (home.path().join(name), max_bytes));
+        }
     }
 
     fn lines(content: &str) -> Result<Examples> {
@@ -365,7 +424,8 @@ mod tests {
             }
             fs::write(&path, content.join("\n")).unwrap();
             let folder = golden::folder(model);
-            let examples = Examples::read(&path, folder.tokenizer(), 128, Overlong::Error).unwrap();
+            let examples =
+                Examples::read(&path, folder.tokenizer(), 128, Overlong::Error, None).unwrap();
             let expected = golden::json(model, "expected.json")["answer_only"].clone();
             for (n, len) in (0_u64..).zip(examples.lengths()) {
                 let row = usize::try_from(n).unwrap();
@@ -451,7 +511,7 @@ mod tests {
             |name: &str, content: &[u8]| fs::write(home.path().join(name), content).unwrap();
         let read = || {
             let folder = golden::folder("qwen2");
-            Examples::read(home.path(), folder.tokenizer(), 128, Overlong::Error)
+            Examples::read(home.path(), folder.tokenizer(), 128, Overlong::Error, None)
         };
         write("a.jsonl", b"\"a\"\n\"b\"");
         write("README.md", b"c");

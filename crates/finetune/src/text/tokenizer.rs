@@ -10,6 +10,7 @@ use std::{
 
 use core_types::Fingerprint;
 use serde::{Deserialize, de::DeserializeOwned};
+use serde_json::Value;
 use tokenizers::{Encoding, ModelWrapper};
 
 use crate::{
@@ -47,6 +48,10 @@ pub struct Tokenizer {
     end_ids: BTreeSet<u32>,
     chat: Option<ChatTemplate>,
 }
+
+/// The maximum length of a text that the library encodes at once, which takes some 160 bytes for each
+/// byte.
+const PIECE_BYTES: usize = 1 << 18;
 
 /// Tokens, and the targets among them.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -121,15 +126,17 @@ impl Tokenizer {
     ///
     /// [`TokenizerError::Broken`] if the tokenizer cannot encode the text.
     pub(crate) fn begin(&self, text: &str) -> Result<Vec<u32>> {
-        let mut ids = self.encode(text, true)?.get_ids().to_vec();
+        let (first, rest) = split_piece(text);
+        let mut ids = self.encode(first, true)?.get_ids().to_vec();
         if let [before @ .., last] = &ids[..]
             && *last == self.end_id
             // Some tokenizers use the same token to begin and to end a text.
             && !before.is_empty()
-            && before.ends_with(&self.encode_plain(text)?)
+            && before.ends_with(&self.encode_plain(first)?)
         {
             ids.pop();
         }
+        ids.extend(self.encode_plain(rest)?);
         Ok(ids)
     }
 
@@ -139,7 +146,14 @@ impl Tokenizer {
     ///
     /// The errors of [`begin`](Self::begin).
     pub(crate) fn encode_plain(&self, text: &str) -> Result<Vec<u32>> {
-        self.encode(text, false).map(|encoding| encoding.get_ids().to_vec())
+        let mut ids = Vec::new();
+        let mut rest = text;
+        while !rest.is_empty() {
+            let (piece, after) = split_piece(rest);
+            ids.extend_from_slice(self.encode(piece, false)?.get_ids());
+            rest = after;
+        }
+        Ok(ids)
     }
 
     /// Returns the tokens of a text with an end token. All tokens are targets.
@@ -148,7 +162,12 @@ impl Tokenizer {
     ///
     /// The errors of [`begin`](Self::begin).
     pub(crate) fn encode_text(&self, text: &str) -> Result<LabeledTokens> {
-        let mut ids = self.encode(text, true)?.get_ids().to_vec();
+        let (first, rest) = split_piece(text);
+        let mut ids = if rest.is_empty() {
+            self.encode(first, true)?.get_ids().to_vec()
+        } else {
+            self.begin(text)?
+        };
         // Some tokenizers add the end token themselves.
         if ids.last() != Some(&self.end_id) {
             ids.push(self.end_id);
@@ -234,6 +253,18 @@ impl Tokenizer {
     }
 }
 
+/// Splits off the first piece of a text that is longer than [`PIECE_BYTES`], before a space if there
+/// is one, so that the pieces have the tokens of the text; a tokenizer that adds a space before a
+/// text adds one before each piece.
+fn split_piece(text: &str) -> (&str, &str) {
+    if text.len() <= PIECE_BYTES {
+        return (text, "");
+    }
+    let end = text.floor_char_boundary(PIECE_BYTES);
+    let space = text[..end].rfind(' ').filter(|&space| space > 0);
+    text.split_at(space.unwrap_or(end))
+}
+
 /// Reads `tokenizer.json`.
 fn read_tokenizer(
     folder: &Path,
@@ -242,6 +273,7 @@ fn read_tokenizer(
     let Some(bytes) = files.get(FILE) else {
         return Err(TokenizerError::Missing { path: folder.into() }.into());
     };
+    check_sizes(folder, bytes)?;
     let mut inner = call_library(folder, || tokenizers::Tokenizer::from_bytes(bytes))?;
     if let ModelWrapper::BPE(model) = inner.get_model()
         && let Some(dropout) = model.dropout.filter(|&dropout| dropout > 0.)
@@ -252,6 +284,69 @@ fn read_tokenizer(
     inner.with_padding(None);
     call_library(folder, || inner.with_truncation(None).map(drop))?;
     Ok(inner)
+}
+
+/// The parts of `tokenizer.json` that the library could need too much memory or stack for.
+#[derive(Deserialize)]
+struct SizedParts {
+    #[serde(default)]
+    normalizer: Value,
+    #[serde(default)]
+    decoder: Value,
+    #[serde(default)]
+    model: SizedModel,
+}
+
+#[derive(Default, Deserialize)]
+struct SizedModel {
+    #[serde(default)]
+    vocab: Value,
+}
+
+/// Rejects tokens that are too long, and rules that lengthen a text too much.
+fn check_sizes(folder: &Path, bytes: &[u8]) -> Result<()> {
+    /// The longest token that is known has some 300 bytes.
+    const MAX_TOKEN_BYTES: usize = 1 << 12;
+    /// The rules of Llama 2 write nine bytes for a space.
+    const MAX_GROWTH: usize = 1 << 12;
+    // The library reports other damage.
+    let Ok(parts) = serde_json::from_slice::<SizedParts>(bytes) else { return Ok(()) };
+    let growth = growth(&parts.normalizer).max(growth(&parts.decoder));
+    let longest = longest_token(&parts.model.vocab);
+    let reason = if growth > MAX_GROWTH {
+        format!("its rules make {MAX_GROWTH} bytes and more of one")
+    } else if longest > MAX_TOKEN_BYTES {
+        format!("a token has {longest} bytes, must be at most {MAX_TOKEN_BYTES}")
+    } else {
+        return Ok(());
+    };
+    Err(TokenizerError::Broken { path: folder.join(FILE), reason }.into())
+}
+
+/// Returns the largest number of bytes that rules can make of one.
+fn growth(rules: &Value) -> usize {
+    let text = |name: &str| rules.get(name).and_then(Value::as_str).map_or(0, str::len);
+    let own = match rules.get("type").and_then(Value::as_str) {
+        Some("Replace") => {
+            let pattern = rules.pointer("/pattern/String").and_then(Value::as_str);
+            text("content").div_ceil(pattern.map_or(1, |pattern| pattern.len().max(1)))
+        }
+        Some("Prepend") => text("prepend"),
+        _ => 1,
+    };
+    let inner = ["normalizers", "decoders"].into_iter().filter_map(|name| rules.get(name));
+    let rules = inner.filter_map(Value::as_array).flatten();
+    rules.map(growth).fold(own.max(1), usize::saturating_mul)
+}
+
+/// Returns the bytes of the longest token of a vocabulary: names, or pairs of a name and a score.
+fn longest_token(vocab: &Value) -> usize {
+    let tokens: Vec<&str> = match vocab {
+        Value::Object(ids) => ids.keys().map(String::as_str).collect(),
+        Value::Array(scores) => scores.iter().filter_map(|pair| pair.get(0)?.as_str()).collect(),
+        _ => Vec::new(),
+    };
+    tokens.into_iter().map(str::len).max().unwrap_or(0)
 }
 
 /// Calls the library, and converts its errors. Inconsistent files make it panic, which is an error
@@ -267,7 +362,10 @@ fn call_library<T>(folder: &Path, work: impl FnOnce() -> tokenizers::Result<T>) 
 
 /// Checks that all tokens of the tokenizer are in the vocabulary of the model.
 fn check_vocabulary(folder: &Path, inner: &tokenizers::Tokenizer, vocab_size: usize) -> Result<()> {
-    let highest = inner.get_vocab(true).into_iter().max_by_key(|(_, id)| *id);
+    // The library adds tokens to a text that need not be in its own vocabulary.
+    let added = call_library(folder, || inner.encode("", true))?;
+    let added = added.get_tokens().iter().cloned().zip(added.get_ids().iter().copied());
+    let highest = inner.get_vocab(true).into_iter().chain(added).max_by_key(|(_, id)| *id);
     match highest.filter(|&(_, id)| id as usize >= vocab_size) {
         None => Ok(()),
         Some((token, id)) => {
@@ -466,7 +564,7 @@ fn token_range(bytes: &Range<usize>, encoding: &Encoding) -> Range<usize> {
 mod tests {
     use std::fs;
 
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     use super::*;
     use crate::golden;
@@ -488,6 +586,28 @@ mod tests {
     fn rejection(model: &str, name: &str, change: impl FnOnce(&mut Value)) -> String {
         let copy = golden::changed(model, name, change);
         open(copy.path()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn pieces_have_the_tokens_of_the_text() {
+        let sentence = "A word, and then äöü another one. ";
+        let n_repeats = PIECE_BYTES / sentence.len() + 9;
+        let text = sentence.repeat(n_repeats);
+        let (first, rest) = split_piece(&text);
+        assert!(first.len() <= PIECE_BYTES && rest.starts_with(' '));
+        let unbroken = "ä".repeat(PIECE_BYTES);
+        assert_eq!(split_piece(&unbroken), unbroken.split_at(PIECE_BYTES));
+        // llama adds a space before each piece.
+        for (model, max_added) in [("llama", 1), ("qwen2", 0)] {
+            let tokenizer = open(&golden::path(model)).unwrap();
+            let whole = tokenizer.encode(&text, false).unwrap().get_ids().to_vec();
+            let pieces = tokenizer.encode_plain(&text).unwrap();
+            assert!(pieces.len() - whole.len() <= max_added && pieces[..1000] == whole[..1000]);
+            assert!(pieces.ends_with(&whole[whole.len() - 100..]), "{model}");
+            let ids = tokenizer.encode_text(&text).unwrap().ids;
+            let whole = tokenizer.encode(&text, true).unwrap().get_ids().to_vec();
+            assert!(ids.starts_with(&whole[..1000]) && ids.last() == Some(&tokenizer.end_id));
+        }
     }
 
     #[test]
@@ -625,6 +745,42 @@ mod tests {
         let fault = open_sized(&golden::path("llama3"), 319).unwrap_err().to_string();
         assert!(fault.contains("<|eot_id|>"), "{fault}");
         assert!(fault.ends_with("has number 319, but the model has 319 tokens"), "{fault}");
+    }
+
+    #[test]
+    fn tokens_of_templates_beyond_vocabulary_are_rejected() {
+        let reason = rejection("llama", FILE, |tokenizer| {
+            let special = json!({"<z>": {"id": "<z>", "ids": [999_999], "tokens": ["<z>"]}});
+            let token = json!({"SpecialToken": {"id": "<z>", "type_id": 0}});
+            let text = |id: &str| json!({"Sequence": {"id": id, "type_id": 0}});
+            tokenizer["post_processor"] = json!({
+                "type": "TemplateProcessing", "single": [token, text("A")],
+                "pair": [text("A"), text("B")], "special_tokens": special,
+            });
+        });
+        assert!(reason.contains("999999"), "{reason}");
+    }
+
+    #[test]
+    fn oversized_tokenizers_are_rejected() {
+        let replace = |content: &str| json!({"type": "Replace", "pattern": {"String": "a"}, "content": content});
+        let doubled =
+            |name: &str, n: usize| json!({"type": "Sequence", name: vec![replace("aa"); n]});
+        let long = "b".repeat(4097);
+        for (part, value) in [
+            ("normalizer", doubled("normalizers", 13)),
+            ("decoder", doubled("decoders", 13)),
+            ("normalizer", json!({"type": "Prepend", "prepend": long})),
+            ("normalizer", replace(&long)),
+            ("model", json!({"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0], [long, -1.0]]})),
+        ] {
+            let reason = rejection("llama", FILE, |tokenizer| tokenizer[part] = value);
+            assert!(reason.contains("4096"), "{part}: {reason}");
+        }
+        let copy = golden::changed("llama", FILE, |tokenizer| {
+            tokenizer["normalizer"] = doubled("normalizers", 12);
+        });
+        open(copy.path()).unwrap();
     }
 
     #[test]

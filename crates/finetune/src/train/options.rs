@@ -138,6 +138,9 @@ pub struct RunOptions {
     /// Sharding of the model, or `None` if every device has the whole model.
     #[cfg_attr(feature = "clap", arg(skip))]
     pub sharding: Option<Sharding>,
+    /// Maximum memory of the texts and their tokens in bytes, or `None` without a limit.
+    #[cfg_attr(feature = "clap", arg(skip))]
+    pub max_text_bytes: Option<u64>,
 }
 
 impl RunOptions {

@@ -140,7 +140,7 @@ impl RunOptions {
             return Err(SpecError::NoData.into());
         }
         let RunTexts { fingerprint, train, part_lens, held_out } =
-            inputs.read_texts(&folder, &paths, Seed::new(seed))?;
+            inputs.read_texts(&folder, &paths, Seed::new(seed), self.max_text_bytes)?;
         if known.is_none() && self.context.is_none() {
             let held_out = held_out.iter().flat_map(Examples::lengths);
             let longest = train.lengths().into_iter().chain(held_out).fold(0, u64::max);

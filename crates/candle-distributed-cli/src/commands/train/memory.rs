@@ -75,7 +75,7 @@ impl Args {
 
     /// Returns the lowest memory limit of this process, if there is any. `--memory-limit` replaces
     /// the limits of the system.
-    fn limit(&self, process: ProcessPlace) -> Option<MemoryLimit> {
+    pub(super) fn limit(&self, process: ProcessPlace) -> Option<MemoryLimit> {
         let limits = match self.memory_limit {
             Some(bytes) => vec![MemoryLimit::for_process(bytes, "--memory-limit")],
             None => system_limits(process.processes_here()),

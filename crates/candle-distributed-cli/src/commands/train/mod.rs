@@ -106,7 +106,8 @@ impl Args {
         self.check_limit()?;
         let world_size = process.placement.world_size();
         let sharding = self.sharding.resolve(world_size)?;
-        let options = RunOptions { sharding, ..self.run.clone() };
+        let max_text_bytes = self.limit(process).map(|limit| limit.share());
+        let options = RunOptions { sharding, max_text_bytes, ..self.run.clone() };
         let start = options.prepare(world_size).map_err(hint_if_unreadable)?;
         if let Start::Train(run) = &start {
             warn_of_overlong(run);
