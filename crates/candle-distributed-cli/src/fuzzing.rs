@@ -89,7 +89,7 @@ mod tests {
             step_traffic: None,
             peak_bytes: None,
         };
-        Spec { data: Some(TEXT.into()), sessions: vec![session], ..run.spec }
+        Spec { data: vec![TEXT.into()], sessions: vec![session], ..run.spec }
     }
 
     #[test]
