@@ -263,7 +263,7 @@ mod tests {
         };
         let mixture = [weights(0, [7, 3]), weights(2, [1, 1])];
         // The second part is smaller than its share.
-        let mixed = |batching| {
+        let mixed = |batching: &Batching| {
             let lengths = (10..60).collect();
             BatchSchedule::mixed(lengths, &[40, 10], &mixture, Seed::new(0), batching).unwrap()
         };

@@ -471,6 +471,35 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn invalid_mixtures_are_damage() {
+        let phase = |from_epoch, weights: &[u64]| {
+            let weights = weights.to_vec();
+            MixtureWeights { from_epoch, weights }
+        };
+        let read = |n_texts, mixture| {
+            let home = tempfile::tempdir().unwrap();
+            let finetune = RunInputs { mixture, ..inputs() };
+            let run = Spec { data: vec!["a".into(); n_texts], finetune, ..spec() }.sealed();
+            run.write(home.path()).unwrap();
+            Spec::read(home.path()).map(|found| assert_eq!(found.unwrap(), run))
+        };
+        read(0, vec![]).unwrap();
+        read(1, vec![]).unwrap();
+        read(2, vec![phase(0, &[7, 3]), phase(2, &[1, 1 << 20])]).unwrap();
+        for (n_texts, mixture) in [
+            (2, vec![]),
+            (1, vec![phase(0, &[1])]),
+            (2, vec![phase(1, &[7, 3])]),
+            (2, vec![phase(0, &[7, 0])]),
+            (2, vec![phase(0, &[7, 3, 1])]),
+            (2, vec![phase(0, &[7, 3]), phase(0, &[1, 1])]),
+        ] {
+            let error = read(n_texts, mixture).unwrap_err();
+            assert!(matches!(error, Error::Run(RunError::Damaged { .. })), "{error}");
+        }
+    }
+
+    #[test]
     fn changed_settings_are_rejected() {
         let parent = tempfile::tempdir().unwrap();
         let run = spec();

@@ -211,7 +211,8 @@ impl RunOptions {
         }
         let n_texts = self.data.len();
         if n_texts > 0 && n_texts != spec.data.len().max(1) {
-            let started = spec.texts(0).iter().map(TextSource::to_string).reduce(join);
+            let started: Vec<String> = spec.texts(0).iter().map(TextSource::to_string).collect();
+            let started = (!started.is_empty()).then(|| started.join(", "));
             return Err(SpecError::ResumeMismatch { name: "data", started }.into());
         }
         for ((name, requested), (_, started)) in
@@ -221,10 +222,6 @@ impl RunOptions {
         }
         Ok(())
     }
-}
-
-fn join(left: String, right: String) -> String {
-    left + ", " + &right
 }
 
 #[cfg(feature = "clap")]

@@ -574,11 +574,11 @@ mod tests {
         RunOptions { data: texts, steps: Some(24), ..options }
     }
 
-    /// Trains up to step `step`, and stops there.
-    fn stop_after(step: u64, options: &RunOptions) {
+    /// Trains until `done` steps are done, and stops there.
+    fn stop_after(done: u64, options: &RunOptions) {
         let stop = Arc::new(AtomicBool::new(false));
         let mut trained = trainer(options).stop_on(Arc::clone(&stop));
-        events_before(&mut trained, step);
+        events_before(&mut trained, done);
         stop.store(true, Ordering::Relaxed);
         assert!(matches!(trained.last(), Some(Ok(Event::Stopped { .. }))));
     }
