@@ -31,7 +31,7 @@ fn read_run(run_json: &[u8], metrics: &[u8]) -> Result<()> {
     fs::write(run.join("metrics.jsonl"), metrics)?;
     // The settings may name any file of this machine, which a fuzz target must not read.
     let spec = Spec::read(&run)?;
-    if spec.is_some_and(|spec| spec.data.is_some_and(|data| data != text)) {
+    if spec.is_some_and(|spec| spec.data.iter().any(|data| *data != text)) {
         return Ok(());
     }
     let args = TrainLine::parse_from(["--resume".as_ref(), "--out".as_ref(), run.as_os_str()]);
@@ -65,7 +65,7 @@ struct TrainLine {
 #[cfg(test)]
 mod tests {
     use candle_distributed::{
-        finetune::{RunOptions, Start, spec::Session},
+        finetune::{RunOptions, Start, TextSource, spec::Session},
         types::WorldSize,
     };
 
@@ -76,7 +76,8 @@ mod tests {
     fn description() -> Spec {
         let text = tempfile::NamedTempFile::new().unwrap();
         fs::write(text.path(), PARAGRAPHS).unwrap();
-        let options = RunOptions { data: Some(text.path().into()), ..RunOptions::default() };
+        let options =
+            RunOptions { data: vec![TextSource::new(text.path())], ..RunOptions::default() };
         let Start::Train(run) = options.prepare(WorldSize::ONE).unwrap() else { unreachable!() };
         let session = Session {
             first_step: 0,
@@ -88,7 +89,7 @@ mod tests {
             step_traffic: None,
             peak_bytes: None,
         };
-        Spec { data: Some(TEXT.into()), sessions: vec![session], ..run.spec }
+        Spec { data: vec![TEXT.into()], sessions: vec![session], ..run.spec }
     }
 
     #[test]

@@ -19,12 +19,13 @@ use candle_distributed::{
         BatchConfig, BatchState, Collator, DistributedBatchSampler, DistributedConfig,
         DynamicBatchSampler, DynamicBatchStrategy, Step,
     },
+    data::prefetch,
     mesh::{DeviceMesh, Replica, Uneven, init_threads},
     ops::{self, CrossEntropyConfig},
     sampler::{DistributedSampler, SamplerConfig},
     train::{
         AdamW, Checkpoints, DataParallel, DistributedModel, Group, Loss, MetricsLog, Schedule,
-        StepMetrics, UnitRules, Units, feed,
+        StepMetrics, UnitRules, Units,
     },
     types::{Epoch, Placement, Seed},
 };
@@ -133,7 +134,7 @@ pub(crate) fn train(
     }
     let mut log = MetricsLog::open(folder.join("metrics.jsonl"), model.steps())?;
     while model.steps() < last {
-        for item in feed(steps.with_states()).threads(1).collate(collate.clone())? {
+        for item in prefetch(steps.with_states()).threads(1).map(collate.clone())? {
             let (batch, tensors, state) = item?;
             let rate = RATE * schedule().factor(model.steps());
             let done = model.step(tensors, loss)?;

@@ -15,7 +15,6 @@ mod batch_norm;
 mod check;
 mod device;
 mod error;
-mod feed;
 mod grad;
 mod gradient_report;
 mod lora;
@@ -43,7 +42,6 @@ pub use crate::{
         Error, Result, gradient::GradientError, lora::LoraError, sharding::ShardingError,
         training::TrainingError,
     },
-    feed::{Feed, Feeding, feed},
     grad::{ValueAndGrad, value_and_grad},
     gradient_report::{GradientReport, PrefixCheck, Verdict},
     lora::{Lora, linear::LoraLinear, save::PretrainedFiles},

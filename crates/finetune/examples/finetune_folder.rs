@@ -10,8 +10,8 @@ use std::{
 
 use core_types::WorldSize;
 use finetune::{
-    Event, Generation, Prompt, RunOptions, Start, Trainer, cost::Sharding, run::open_generator,
-    spec::Recipe,
+    Event, Generation, Prompt, RunOptions, Start, TextSource, Trainer, cost::Sharding,
+    run::open_generator, spec::Recipe,
 };
 use pmap_mesh::{DeviceMesh, init_threads};
 
@@ -27,7 +27,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 pub(crate) fn finetune_folder(model: &Path, data: &Path, out: &Path) -> Result<(), Box<dyn Error>> {
     let options = RunOptions {
         model: Some(model.into()),
-        data: Some(data.into()),
+        data: vec![TextSource::new(data)],
         out: Some(out.into()),
         resume: true, // or starts a new run
         steps: Some(40),

@@ -11,6 +11,7 @@
 //! [`Rows`]: crate::Rows
 //! [`RunOptions`]: crate::RunOptions
 //! [`Start`]: crate::Start
+//! [`TextSource`]: crate::TextSource
 //! [`Trainer`]: crate::Trainer
 //! [`Tokenizer`]: crate::Tokenizer
 //! [`cost`]: crate::cost
@@ -58,6 +59,7 @@ pub use crate::{
     text::{
         chat::Message,
         examples::{Examples, FileCounts, Overlong},
+        source::TextSource,
         tokenizer::Tokenizer,
     },
     train::{

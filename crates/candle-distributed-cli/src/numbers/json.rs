@@ -5,15 +5,13 @@ use std::{
     io::{BufRead, Read},
 };
 
+use candle_distributed::data::NpyNumber;
 use serde::{
     Deserialize,
     de::{self, DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor},
 };
 
-use super::{
-    NumberList,
-    number::{Number, NumberValue},
-};
+use super::{NumberList, number::Number};
 use crate::{
     error::{Error, Result},
     input,
@@ -81,7 +79,7 @@ fn number_in_line<T: Number>(list: &NumberList, n: u64, line: &[u8], name: &str)
         FieldReader(name).deserialize(&mut json).and_then(|count| json.end().map(|()| count));
     let number = count
         .map_err(|fault| fault.to_string())
-        .and_then(|count| T::from_value(NumberValue::Unsigned(count)));
+        .and_then(|count| T::from_value(NpyNumber::Unsigned(count)));
     number.map_err(|fault| {
         let shown = input::excerpt(String::from_utf8_lossy(line).trim_end());
         list.error(format!("{place} has no {} in {name:?}: {fault}: {shown}", list.what))

@@ -6,7 +6,7 @@
 //! allows.
 
 mod json;
-pub(crate) mod npy;
+mod npy;
 mod number;
 mod text;
 
@@ -19,6 +19,7 @@ use std::{
 
 use candle_distributed::{
     batch::SequenceLengths,
+    data::NpyHeader,
     finetune::cost::{MemoryLimit, machine_bytes, system_limits},
     types::human::{HumanBytes, Printable},
 };
@@ -140,7 +141,7 @@ impl NumberList {
         outcome.map_err(|fault| self.read_error(fault))?;
         let source = io::Cursor::new(first.clone()).chain(source);
         // Raw numbers come first, since their first byte may look like any other format.
-        if raw == RawNumbers::UnlessText && first.contains(&0) && !npy::is_array(&first) {
+        if raw == RawNumbers::UnlessText && first.contains(&0) && !NpyHeader::is_array(&first) {
             return Ok(Box::new(npy::read_raw(self, source)));
         }
         Ok(match first[..] {
@@ -302,6 +303,7 @@ impl MemoryBudget {
 
 #[cfg(test)]
 mod tests {
+    use candle_distributed::data::NpyDtype;
     use proptest::{collection::vec, prelude::*, sample::select};
 
     use super::*;
@@ -428,6 +430,10 @@ mod tests {
         [b"\x93NUMPY\x01\0", &n_bytes[..], header.as_bytes(), bytes].concat()
     }
 
+    fn header_bytes(shape: &[u64]) -> Vec<u8> {
+        NpyHeader { dtype: NpyDtype::I64, shape: shape.to_vec() }.to_bytes()
+    }
+
     fn array_of(dtype: &str, len: usize, bytes: &[u8]) -> Vec<u8> {
         let header =
             format!("{{'descr': '{dtype}', 'fortran_order': False, 'shape': ({len},), }}\n");
@@ -471,13 +477,13 @@ mod tests {
     fn headers_round_trip() {
         for n in [0_u64, 1, 2, 300] {
             let bytes: Vec<u8> = (0..n).flat_map(u64::to_le_bytes).collect();
-            let header = npy::header(&[n]);
+            let header = header_bytes(&[n]);
             assert_eq!((header.len() % 64, header.last()), (0, Some(&b'\n')));
             let expected =
                 if n == 0 { Err("the list is empty".into()) } else { Ok((0..n).collect()) };
             assert_eq!(lengths_in([header, bytes].concat()), expected);
         }
-        let longest = npy::header(&[u64::MAX; 20]);
+        let longest = header_bytes(&[u64::MAX; 20]);
         assert_eq!(longest.len() % 64, 0);
         assert_eq!(usize::from(longest[8]) + 256 * usize::from(longest[9]) + 10, longest.len());
     }
@@ -492,21 +498,18 @@ mod tests {
         };
         let cases = [
             (header("'>i8'", "False", "(1,)"), "dtype '>i8'"),
-            (
-                header("'<f8'", "False", "(1,)"),
-                "dtype '<f8', which is not a dtype of little-endian int",
-            ),
+            (header("'<f8'", "False", "(1,)"), "dtype '<f8', which is not a dtype of integers"),
             (header("'|b1'", "False", "(1,)"), "dtype '|b1'"),
             (header("[('a', '<i8')]", "False", "(1,)"), "dtype [('a'"),
-            (header("'<i8'", "True", "(1,)"), "fortran_order True"),
-            (header("'<i8'", "False", "(2, 3)"), "shape (2, 3), which must have one dimension"),
-            (header("'<i8'", "False", "()"), "shape ()"),
-            (header("'<i8'", "False", "(-1,)"), "shape (-1,)"),
-            (array("{'descr': '<i8'}", &[]), "no header"),
-            (b"\x93NUMPY\x04\0\0\0".to_vec(), "no header"),
-            (b"\x93NUMPY\x01\0\x80\0{".to_vec(), "no header"),
-            (b"\x93NUMPY\x02\0\xff\xff\xff\xff".to_vec(), "no header"),
-            (b"\x93".to_vec(), "no header"),
+            (header("'<i8'", "True", "(1,)"), "Fortran order"),
+            (header("'<i8'", "False", "(2, 3)"), "shape [2, 3], which must have one dimension"),
+            (header("'<i8'", "False", "()"), "shape []"),
+            (header("'<i8'", "False", "(-1,)"), "header is invalid"),
+            (array("{'descr': '<i8'}", &[]), "header is invalid"),
+            (b"\x93NUMPY\x04\0\0\0".to_vec(), "no NumPy header"),
+            (b"\x93NUMPY\x01\0\x80\0{".to_vec(), "no NumPy header"),
+            (b"\x93NUMPY\x02\0\xff\xff\xff\xff".to_vec(), "4294967295 bytes, the limit is 10000"),
+            (b"\x93".to_vec(), "no NumPy header"),
             (array_of("<i2", 2, &[1, 0, 255, 255]), "length 2 in l\\u{1b}.txt is negative: \"-1\""),
             (array_of("<i8", 3, &[0; 20]), "ends after 2 of 3 numbers"),
             (array_of("<i8", 1, &[0; 9]), "has bytes after its 1 numbers"),
@@ -590,7 +593,7 @@ mod tests {
 
     #[test]
     fn header_length_allocates_nothing() {
-        let header = npy::header(&[u64::MAX]);
+        let header = header_bytes(&[u64::MAX]);
         let source = io::Cursor::new(header).chain(io::repeat(0));
         let numbers = list("length").numbers::<u64>(source, None, RawNumbers::Never).unwrap();
         assert!(numbers.take(3).all(|number| number.unwrap() == 0));

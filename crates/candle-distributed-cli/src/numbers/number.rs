@@ -1,26 +1,7 @@
 //! Conversion of list entries, as text or bytes, to numbers.
 
-use std::fmt;
-
+use candle_distributed::data::NpyNumber;
 use serde::de::DeserializeOwned;
-
-/// A number decoded from bytes.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum NumberValue {
-    Unsigned(u64),
-    Signed(i64),
-    Real(f64),
-}
-
-impl fmt::Display for NumberValue {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Unsigned(number) => number.fmt(f),
-            Self::Signed(number) => number.fmt(f),
-            Self::Real(number) => number.fmt(f),
-        }
-    }
-}
 
 /// A type of the numbers in a list.
 pub(super) trait Number: DeserializeOwned + 'static {
@@ -31,7 +12,7 @@ pub(super) trait Number: DeserializeOwned + 'static {
     fn parse(word: &str) -> Result<Self, String>;
 
     /// Converts a value, or describes its fault for a message.
-    fn from_value(value: NumberValue) -> Result<Self, String>;
+    fn from_value(value: NpyNumber) -> Result<Self, String>;
 }
 
 const NOT_A_NUMBER: &str = "not a number";
@@ -52,11 +33,11 @@ macro_rules! whole_numbers {
                 })
             }
 
-            fn from_value(value: NumberValue) -> Result<Self, String> {
+            fn from_value(value: NpyNumber) -> Result<Self, String> {
                 let number = match value {
-                    NumberValue::Unsigned(number) => i128::from(number),
-                    NumberValue::Signed(number) => i128::from(number),
-                    NumberValue::Real(_) => return Err("not a whole number".into()),
+                    NpyNumber::Unsigned(number) => i128::from(number),
+                    NpyNumber::Signed(number) => i128::from(number),
+                    NpyNumber::Real(_) => return Err("not a whole number".into()),
                 };
                 if number < 0 {
                     return Err("negative".into());
@@ -76,11 +57,11 @@ impl Number for f64 {
         word.parse().map_err(|_| String::from(NOT_A_NUMBER))
     }
 
-    fn from_value(value: NumberValue) -> Result<Self, String> {
+    fn from_value(value: NpyNumber) -> Result<Self, String> {
         Ok(match value {
-            NumberValue::Unsigned(number) => number as Self,
-            NumberValue::Signed(number) => number as Self,
-            NumberValue::Real(number) => number,
+            NpyNumber::Unsigned(number) => number as Self,
+            NpyNumber::Signed(number) => number as Self,
+            NpyNumber::Real(number) => number,
         })
     }
 }

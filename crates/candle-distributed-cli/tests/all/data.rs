@@ -187,7 +187,7 @@ fn lengths_are_read_in_every_format() {
     rejected(&[&lines], &["l.jsonl does not hold a list of numbers", "--field NAME"]);
     rejected(&[&lines, "--field", "m"], &["line 1 of", "l.jsonl", "\"m\"", "no such field"]);
     rejected(&[&text, "--field", "n"], &["line 1 of", "l.txt"]);
-    rejected(&[&write("wide", &header_of("(5, 2)")), "--count", "1"], &["wide has shape (5, 2)"]);
+    rejected(&[&write("wide", &header_of("(5, 2)")), "--count", "1"], &["wide has shape [5, 2]"]);
 }
 
 /// Returns the header of an array of this shape.

@@ -65,6 +65,26 @@ fn the_library_writes_the_same_weights() {
 }
 
 #[test]
+fn weighted_texts_are_mixed() {
+    let home = tempfile::tempdir().unwrap();
+    let lines: Vec<String> = (0..20).map(|n| format!("\"{n} and {}\"\n", n + 1)).collect();
+    let [chats, stories] = ["chats.jsonl", "stories.txt"].map(|name| home.path().join(name));
+    fs::write(&chats, lines.concat()).unwrap();
+    fs::write(&stories, lines[..5].join("\n")).unwrap();
+    let [chats, stories] = [chats, stories].map(|path| path.to_str().unwrap().to_owned());
+    let weighted = format!("{chats}:7");
+    let mut train = vec!["train", "--data", &weighted, "--data", &stories, "--dry-run"];
+    train.extend(words("--n-layers 1 --hidden 16 --n-heads 2"));
+    let predicted = text(&train);
+    let mixture = format!("texts from epoch 0 on: {weighted}, {stories}:1\n");
+    assert!(predicted.starts_with(&mixture), "{predicted}");
+    rejects(&["train", "--data", "no-such-text:0"], &["weight is 0, must be 1 to 1048576"]);
+    let too_fine = format!("{stories}:1048576");
+    train[4] = &too_fine;
+    rejects(&train, &["cycle of 1048583 entries"]);
+}
+
+#[test]
 fn bf16_models_are_saved_as_bf16() {
     let model = ModelHome::new();
     for (out, more) in [("whole", &[][..]), ("parts", &["--strategy", "full"])] {

@@ -297,7 +297,12 @@ fn run_files(dir: &Path) -> [SchemaExamples; 5] {
     without_data["allow_non_finite"] = true.into();
     without_data["sessions"][0]["sharding"]["optimizer_in_backward"] = true.into();
     let (mut runs, validations) = finetuned(dir);
-    runs.extend([read(&run.join("run.json")), without_data]);
+    let [more, mixed] = ["more.txt", "mixed"].map(at);
+    fs::write(&more, "What another run writes.").unwrap();
+    let weighted = format!("{more}:3");
+    text(&["train", "--data", &data, "--data", &weighted, "--steps", "1", "--out", &mixed]);
+    let mixed = read(&Path::new(&mixed).join("run.json"));
+    runs.extend([read(&run.join("run.json")), without_data, mixed]);
     let indices: Vec<_> = checkpoints.iter().map(|path| read(path)).collect();
     [
         SchemaExamples { name: "sampler-state", documents: states, free: &[] },

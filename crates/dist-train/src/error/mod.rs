@@ -117,14 +117,6 @@ pub enum Error {
         /// The message of its error.
         reason: String,
     },
-    /// Starting the threads of a [`feed`](crate::feed) failed.
-    #[error("cannot start {threads} threads for batches: {cause}")]
-    Threads {
-        /// The requested number of threads.
-        threads: usize,
-        /// The error of the operating system.
-        cause: rayon::ThreadPoolBuildError,
-    },
     /// Replicated variables differ between devices.
     #[error("variable {name} of replica {replica} differs from the first replica's value")]
     Diverged {

@@ -7,7 +7,6 @@
 
 mod check_gradients;
 mod checkpoints;
-mod feed;
 mod fully_shard;
 mod lora;
 mod losses;

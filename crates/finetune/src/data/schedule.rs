@@ -1,13 +1,15 @@
 //! The batch schedule of a run, which samples sequences and groups them into the batches of steps.
 
-use std::{iter, sync::Arc};
+use std::{collections::BTreeMap, iter, sync::Arc};
 
 use core_types::{Epoch, Placement, Seed, WorldSize};
-use dist_sampler::{DistributedSampler, SamplerConfig};
+use dist_sampler::{DistributedSampler, MixtureEnd, MixturePart, SamplerConfig};
 use dyn_batch::{
     Batch, BatchConfig, BatchState, Buckets, DistributedBatchSampler, DistributedConfig,
     DynamicBatchSampler, DynamicBatchStrategy, PaddingReport, Steps,
 };
+
+use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, run::RunError};
 
@@ -30,6 +32,15 @@ const BATCH_STREAM: u64 = 1;
 /// length `longest` per device.
 pub(crate) fn default_max_tokens(world_size: WorldSize, longest: usize) -> u64 {
     DEFAULT_MAX_TOKENS.max(world_size.as_u64() * longest as u64)
+}
+
+/// The weights of several texts, from an epoch on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MixtureWeights {
+    /// First epoch with these weights.
+    pub from_epoch: u64,
+    /// Weight of each text.
+    pub weights: Vec<u64>,
 }
 
 /// Settings of the batches of a step.
@@ -60,7 +71,8 @@ impl Batching {
 /// not depend on the number of devices, which may change when a run is resumed.
 #[derive(Debug)]
 pub(crate) struct BatchSchedule {
-    sequences: DistributedSampler,
+    /// Orders of the sequences, by the first epoch of each. One begins at epoch 0.
+    orders: BTreeMap<u64, DistributedSampler>,
     /// The "ranks" of this sampler are the batches of a step, which the mesh divides later.
     steps: DistributedBatchSampler<Vec<u64>>,
 }
@@ -84,9 +96,44 @@ impl BatchSchedule {
     ///
     /// [`Error::Batch`] or [`Error::Sampler`] if there is no sequence, or if a sequence is too long.
     pub(crate) fn new(lengths: Vec<u64>, seed: Seed, batching: &Batching) -> Result<Self> {
-        let sequence_config = SamplerConfig::default().with_seed(seed.derive(SEQUENCE_STREAM));
-        let sequences =
-            DistributedSampler::new(lengths.len() as u64, Placement::SINGLE, sequence_config)?;
+        let config = sequence_config(seed);
+        let order = DistributedSampler::new(lengths.len() as u64, Placement::SINGLE, config)?;
+        Self::with_orders(lengths, BTreeMap::from([(0, order)]), seed, batching)
+    }
+
+    /// Plans steps that mix several parts of the sequences, in proportion to weights that begin at
+    /// epoch 0. An epoch has as many sequences as all parts have; a part that ends is read again.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`new`](Self::new), and [`Error::Sampler`] if the proportion of the weights is
+    /// too fine.
+    pub(crate) fn mixed(
+        lengths: Vec<u64>,
+        part_lens: &[u64],
+        mixture: &[MixtureWeights],
+        seed: Seed,
+        batching: &Batching,
+    ) -> Result<Self> {
+        let end = MixtureEnd::Repeat { len: lengths.len() as u64 };
+        let mut orders = BTreeMap::new();
+        for MixtureWeights { from_epoch, weights } in mixture {
+            let parts = iter::zip(part_lens, weights);
+            let parts: Vec<MixturePart> =
+                parts.map(|(&len, &weight)| MixturePart::new(len, weight)).collect();
+            let config = sequence_config(seed);
+            let order = DistributedSampler::mixture(&parts, end, Placement::SINGLE, config)?;
+            orders.insert(*from_epoch, order);
+        }
+        Self::with_orders(lengths, orders, seed, batching)
+    }
+
+    fn with_orders(
+        lengths: Vec<u64>,
+        orders: BTreeMap<u64, DistributedSampler>,
+        seed: Seed,
+        batching: &Batching,
+    ) -> Result<Self> {
         let mut batch_config = BatchConfig::default()
             .with_strategy(batching.strategy.clone())
             .with_max_tokens(batching.max_tokens);
@@ -97,7 +144,7 @@ impl BatchSchedule {
         let placement = Placement::new(0, batching.n_batches)?;
         let step_config = DistributedConfig::default().with_shuffle(seed.derive(BATCH_STREAM));
         let steps = DistributedBatchSampler::new(batches, placement, step_config)?;
-        Ok(Self { sequences, steps })
+        Ok(Self { orders, steps })
     }
 
     /// Returns the padding of the first epoch, and the batches of each of its steps.
@@ -160,11 +207,18 @@ impl BatchSchedule {
         })
     }
 
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     fn sequences_in(&self, epoch: Epoch) -> DistributedSampler {
-        let mut sequences = self.sequences.clone();
+        let mut begun = self.orders.range(..=epoch.as_u64());
+        let (_, order) = begun.next_back().expect("one order begins at epoch 0");
+        let mut sequences = order.clone();
         sequences.set_epoch(epoch);
         sequences
     }
+}
+
+fn sequence_config(seed: Seed) -> SamplerConfig {
+    SamplerConfig::default().with_seed(seed.derive(SEQUENCE_STREAM))
 }
 
 /// Returns the remaining steps of an epoch.
@@ -199,6 +253,33 @@ mod tests {
         let strategy = DynamicBatchStrategy::Pack(Packing::BestFit);
         let packed = Batching { strategy, max_tokens: 64, max_batch_size: None, n_batches: 2 };
         resumes(&schedule((10..60).collect(), &packed), &schedule(vec![3, 2], &packed));
+    }
+
+    #[test]
+    fn mixed_epochs_follow_their_weights() {
+        let weights = |from_epoch, weights: [u64; 2]| {
+            let weights = weights.to_vec();
+            MixtureWeights { from_epoch, weights }
+        };
+        let mixture = [weights(0, [7, 3]), weights(2, [1, 1])];
+        // The second part is smaller than its share.
+        let mixed = |batching: &Batching| {
+            let lengths = (10..60).collect();
+            BatchSchedule::mixed(lengths, &[40, 10], &mixture, Seed::new(0), batching).unwrap()
+        };
+        for batching in [Batching::bucketed(128), Batching::bucketed(1 << 20)] {
+            let schedule = mixed(&batching);
+            for (epoch, expected) in [(0, [35, 15]), (1, [35, 15]), (2, [25, 25]), (9, [25, 25])] {
+                let steps = collect_steps(schedule.epoch(Epoch::new(epoch)).unwrap());
+                let batches = steps.into_iter().flat_map(|step| step.unwrap().batches);
+                let indices = batches.flat_map(|batch| batch.indices);
+                let (first, second): (Vec<u64>, Vec<u64>) = indices.partition(|&index| index < 40);
+                assert_eq!([first.len(), second.len()], expected, "epoch {epoch}");
+            }
+        }
+        let bucketed = Batching::bucketed(128);
+        let plain = BatchSchedule::new((10..60).collect(), Seed::new(0), &bucketed).unwrap();
+        resumes(&Arc::new(mixed(&bucketed)), &Arc::new(plain));
     }
 
     fn resumes(schedule: &Arc<BatchSchedule>, other: &Arc<BatchSchedule>) {

@@ -83,6 +83,9 @@ pub enum Error {
     /// Examples cannot be put into batches.
     #[error(transparent)]
     Batch(#[from] dyn_batch::Error),
+    /// The thread that makes batches cannot be started.
+    #[error(transparent)]
+    Data(#[from] data_loader::Error),
     /// Parameters cannot be sharded.
     #[error(transparent)]
     Plan(#[from] fsdp_plan::Error),

@@ -1,19 +1,24 @@
 //! The model and the texts of a run.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use core_types::Seed;
+use core_types::{Fingerprint, Seed};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::{
-    data::{dataset::Rows, schedule::VALIDATION_STREAM},
+    data::{
+        dataset::Rows,
+        schedule::{MixtureWeights, VALIDATION_STREAM},
+    },
     error::{Result, run::RunError, spec::SpecError},
     folder::Folder,
     models::{Llama, LlamaConfig},
     text::{
         examples::{Examples, Overlong},
+        source::is_valid,
         stories,
+        tokenizer::Tokenizer,
     },
 };
 
@@ -51,6 +56,22 @@ pub struct RunInputs {
     /// Whether the run ends with a merged model besides the adapters.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub merge: bool,
+    /// Weights of several texts, in the order of their epochs; empty for a single text.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mixture: Vec<MixtureWeights>,
+}
+
+/// The examples of a run.
+#[derive(Debug)]
+pub(crate) struct RunTexts {
+    /// Fingerprint of all examples in hexadecimal digits.
+    pub(crate) fingerprint: String,
+    /// Training examples.
+    pub(crate) train: Examples,
+    /// Number of training examples of each text.
+    pub(crate) part_lens: Vec<u64>,
+    /// Held-out examples.
+    pub(crate) held_out: Option<Examples>,
 }
 
 /// The share of held-out examples, and the interval of validations.
@@ -85,31 +106,96 @@ impl RunInputs {
         }
     }
 
-    /// Reads the examples under `path` within `max_bytes`, or generates short stories. Returns their fingerprint, the
-    /// training examples, and the held-out examples.
+    /// Reads the examples under these paths within `max_bytes`, or generates short stories. The
+    /// validation gets its share of every text.
     ///
     /// # Errors
     ///
     /// The errors of [`Examples::read`] and [`Examples::split`].
-    pub(crate) fn examples(
+    pub(crate) fn read_texts(
         &self,
         folder: &Folder,
-        path: Option<&Path>,
+        paths: &[PathBuf],
         seed: Seed,
         max_bytes: Option<u64>,
-    ) -> Result<(String, Examples, Option<Examples>)> {
-        let tokenizer = folder.tokenizer();
-        let context = self.context;
-        let examples = match path {
-            Some(path) => Examples::read(path, tokenizer, context, self.overlong, max_bytes)?,
-            None => Examples::from_texts(stories::stories(), tokenizer, context, self.overlong)?,
+    ) -> Result<RunTexts> {
+        let parts = self.read_parts(folder.tokenizer(), paths, max_bytes)?;
+        let mut texts = RunTexts {
+            fingerprint: joint_fingerprint(&parts),
+            train: Examples::default(),
+            part_lens: Vec::with_capacity(parts.len()),
+            held_out: None,
         };
-        let fingerprint = examples.fingerprint();
-        let Some(Validation { fraction, .. }) = self.validation else {
-            return Ok((fingerprint, examples, None));
+        for part in parts {
+            let train = match self.validation {
+                Some(Validation { fraction, .. }) => {
+                    let (train, held_out) = part.split(fraction, seed.derive(VALIDATION_STREAM))?;
+                    texts.held_out.get_or_insert_default().append(held_out);
+                    train
+                }
+                None => part,
+            };
+            texts.part_lens.push(train.len());
+            texts.train.append(train);
+        }
+        Ok(texts)
+    }
+
+    fn read_parts(
+        &self,
+        tokenizer: &Tokenizer,
+        paths: &[PathBuf],
+        max_bytes: Option<u64>,
+    ) -> Result<Vec<Examples>> {
+        let Self { context, overlong, .. } = *self;
+        if paths.is_empty() {
+            let stories = stories::stories();
+            return Ok(vec![Examples::from_texts(stories, tokenizer, context, overlong)?]);
+        }
+        let mut parts = Vec::with_capacity(paths.len());
+        let mut n_tokens = 0;
+        for path in paths {
+            let part =
+                Examples::read_beside(n_tokens, path, tokenizer, context, overlong, max_bytes)?;
+            n_tokens += part.lengths().iter().sum::<u64>();
+            parts.push(part);
+        }
+        Ok(parts)
+    }
+
+    /// Returns the weights of several texts in an epoch; empty for a single text.
+    pub(crate) fn weights_in(&self, epoch: u64) -> &[u64] {
+        let mut earlier = self.mixture.iter().rev().filter(|phase| phase.from_epoch <= epoch);
+        earlier.next().map_or(&[], |phase| &phase.weights)
+    }
+
+    /// Sets the weights of several texts from an epoch on.
+    pub(crate) fn set_weights_from(&mut self, from_epoch: u64, weights: Vec<u64>) {
+        self.mixture.retain(|phase| phase.from_epoch < from_epoch);
+        if self.mixture.last().is_none_or(|last| last.weights != weights) {
+            self.mixture.push(MixtureWeights { from_epoch, weights });
+        }
+    }
+
+    /// Returns true if there are valid weights for `n_texts` texts from epoch 0 on.
+    pub(crate) fn has_valid_mixture(&self, n_texts: usize) -> bool {
+        let is_valid_phase = |phase: &MixtureWeights| {
+            phase.weights.len() == n_texts && phase.weights.iter().copied().all(is_valid)
         };
-        let (train, held_out) = examples.split(fraction, seed.derive(VALIDATION_STREAM))?;
-        Ok((fingerprint, train, Some(held_out)))
+        match self.mixture.first() {
+            None => n_texts < 2,
+            Some(first) => {
+                n_texts > 1
+                    && first.from_epoch == 0
+                    && self.mixture.iter().all(is_valid_phase)
+                    && self.mixture.is_sorted_by(|left, right| left.from_epoch < right.from_epoch)
+            }
+        }
+    }
+
+    /// Returns the inputs with which the run started. Weights may change when a run is resumed.
+    pub(crate) fn started(&self) -> Self {
+        Self { mixture: self.mixture.first().cloned().into_iter().collect(), ..self.clone() }
     }
 
     /// Lowers the context to the length of the longest example: a longer context would only cost memory.
@@ -148,4 +234,16 @@ impl RunInputs {
         let without_folder = Self { folder: None, ..self.clone() };
         serde_json::to_string(&without_folder).expect("all fields are JSON values")
     }
+}
+
+/// Returns a fingerprint of the examples and of the text of each.
+fn joint_fingerprint(parts: &[Examples]) -> String {
+    if let [part] = parts {
+        return part.fingerprint();
+    }
+    let mut fingerprint = Fingerprint::new();
+    for part in parts {
+        fingerprint.write_bytes(part.fingerprint().as_bytes());
+    }
+    fingerprint.to_string()
 }

@@ -6,6 +6,7 @@ pub(crate) mod session;
 
 use std::{
     io::Write,
+    iter,
     path::{Path, PathBuf},
 };
 
@@ -18,11 +19,13 @@ use dyn_batch::{Batch, DynamicBatchStrategy, Packing, PaddingReport};
 use fsdp_plan::ParameterInfo;
 use serde::{Deserialize, Serialize};
 
+pub(crate) use self::inputs::RunTexts;
 pub use self::{
     inputs::{RunInputs, Validation},
     recipe::{LrCurve, Recipe},
     session::Session,
 };
+pub use crate::data::schedule::MixtureWeights;
 use crate::{
     cost::{
         memory::Workload,
@@ -36,6 +39,7 @@ use crate::{
     error::{Error, Result, run::RunError, spec::SpecError},
     files,
     spec::inputs::ADAPTED,
+    text::source::TextSource,
 };
 
 /// The file of the description.
@@ -56,8 +60,9 @@ pub struct Spec {
     pub seed: u64,
     /// Number of steps.
     pub steps: u64,
-    /// File or folder of the texts, or `None` for short stories.
-    pub data: Option<PathBuf>,
+    /// Files and folders of the texts; empty for short stories.
+    #[serde(default, with = "paths")]
+    pub data: Vec<PathBuf>,
     /// Fingerprint of the texts in hexadecimal digits.
     pub text: String,
     /// Maximum padded tokens of a step.
@@ -118,7 +123,8 @@ impl Spec {
             return Err(RunError::Version { path, found, supported: FORMAT_VERSION }.into());
         }
         let is_changed = footer::check(&path, text).is_err() || self.identity != self.identity();
-        if is_changed || self.sessions.is_empty() {
+        let has_weights = self.finetune.has_valid_mixture(self.data.len());
+        if is_changed || self.sessions.is_empty() || !has_weights {
             return Err(RunError::Damaged { path }.into());
         }
         self.recipe.check(self.steps)?;
@@ -228,13 +234,14 @@ impl Spec {
     /// [`RunError::TextMismatch`] if the texts have changed, and the errors of reading them.
     pub fn first_epoch(&self) -> Result<FirstEpoch> {
         let folder = self.finetune.open_folder()?;
-        let (text, examples, _) =
-            self.finetune.examples(&folder, self.data.as_deref(), Seed::new(self.seed), None)?;
-        if text != self.text {
+        let seed = Seed::new(self.seed);
+        let texts = self.finetune.read_texts(&folder, &self.data, seed, None)?;
+        if texts.fingerprint != self.text {
             return Err(RunError::TextMismatch.into());
         }
-        let lengths = examples.lengths();
-        let (report, steps) = self.schedule(lengths.clone())?.first_epoch()?;
+        let lengths = texts.train.lengths();
+        let schedule = self.training_schedule(lengths.clone(), &texts.part_lens)?;
+        let (report, steps) = schedule.first_epoch()?;
         Ok(FirstEpoch { lengths, steps, report })
     }
 
@@ -266,10 +273,34 @@ impl Spec {
         }))
     }
 
-    /// Plans the steps of sequences of these lengths.
+    /// Plans steps that read all sequences of these lengths in each epoch.
     pub(crate) fn schedule(&self, lengths: Vec<u64>) -> Result<BatchSchedule> {
-        let seed = Seed::new(self.seed).derive(ORDER_STREAM);
-        BatchSchedule::new(lengths, seed, &self.batching())
+        BatchSchedule::new(lengths, self.order_seed(), &self.batching())
+    }
+
+    /// Plans the steps of the training sequences, which are mixed if there are several texts.
+    pub(crate) fn training_schedule(
+        &self,
+        lengths: Vec<u64>,
+        part_lens: &[u64],
+    ) -> Result<BatchSchedule> {
+        let mixture = &self.finetune.mixture;
+        if mixture.is_empty() {
+            return self.schedule(lengths);
+        }
+        BatchSchedule::mixed(lengths, part_lens, mixture, self.order_seed(), &self.batching())
+    }
+
+    fn order_seed(&self) -> Seed {
+        Seed::new(self.seed).derive(ORDER_STREAM)
+    }
+
+    /// Returns the texts with their weights in an epoch; empty for short stories.
+    pub fn texts(&self, epoch: u64) -> Vec<TextSource> {
+        let weights = self.finetune.weights_in(epoch).iter().copied().map(Some);
+        let weights = weights.chain(iter::repeat(None));
+        let texts = self.data.iter().cloned().zip(weights);
+        texts.map(|(path, weight)| TextSource { path, weight }).collect()
     }
 
     /// Returns a hash of everything that affects the parameters, in hexadecimal digits.
@@ -277,7 +308,7 @@ impl Spec {
         let mut fingerprint: Fingerprint =
             [self.seed, self.steps, self.max_tokens].into_iter().collect();
         fingerprint.write_bytes(self.text.as_bytes());
-        fingerprint.write_bytes(self.finetune.to_json().as_bytes());
+        fingerprint.write_bytes(self.finetune.started().to_json().as_bytes());
         fingerprint.write_bytes(self.recipe.to_json().as_bytes());
         fingerprint.to_string()
     }
@@ -300,6 +331,41 @@ impl Spec {
         self.sessions.retain(|earlier| earlier.first_step < session.first_step);
         self.sessions.push(session);
         self
+    }
+}
+
+/// Serializes one path as itself, none as null, and several as a list.
+mod paths {
+    use std::path::PathBuf;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Paths {
+        One(PathBuf),
+        Several(Vec<PathBuf>),
+    }
+
+    pub(super) fn serialize<S: Serializer>(
+        paths: &[PathBuf],
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        match paths {
+            [] => serializer.serialize_none(),
+            [path] => path.serialize(serializer),
+            _ => paths.serialize(serializer),
+        }
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Vec<PathBuf>, D::Error> {
+        Ok(match Option::deserialize(deserializer)? {
+            None => Vec::new(),
+            Some(Paths::One(path)) => vec![path],
+            Some(Paths::Several(paths)) => paths,
+        })
     }
 }
 
@@ -352,6 +418,7 @@ pub(crate) mod tests {
             batch_size: None,
             validation: None,
             merge: true,
+            mixture: Vec::new(),
         }
     }
 
@@ -360,7 +427,7 @@ pub(crate) mod tests {
             format_version: 1,
             seed: 7,
             steps: 20,
-            data: None,
+            data: Vec::new(),
             text: String::new(),
             max_tokens: 4096,
             allow_non_finite: false,
@@ -399,8 +466,37 @@ pub(crate) mod tests {
         identities.insert(run.identity());
         assert_eq!(identities.len(), 7);
         // The identity does not depend on the path of the texts and on the devices.
-        let moved = Spec { data: Some("text".into()), sessions: vec![], ..run.clone() };
+        let moved = Spec { data: vec!["text".into()], sessions: vec![], ..run.clone() };
         assert_eq!(moved.identity(), run.identity());
+    }
+
+    #[test]
+    fn invalid_mixtures_are_damage() {
+        let phase = |from_epoch, weights: &[u64]| {
+            let weights = weights.to_vec();
+            MixtureWeights { from_epoch, weights }
+        };
+        let read = |n_texts, mixture| {
+            let home = tempfile::tempdir().unwrap();
+            let finetune = RunInputs { mixture, ..inputs() };
+            let run = Spec { data: vec!["a".into(); n_texts], finetune, ..spec() }.sealed();
+            run.write(home.path()).unwrap();
+            Spec::read(home.path()).map(|found| assert_eq!(found.unwrap(), run))
+        };
+        read(0, vec![]).unwrap();
+        read(1, vec![]).unwrap();
+        read(2, vec![phase(0, &[7, 3]), phase(2, &[1, 1 << 20])]).unwrap();
+        for (n_texts, mixture) in [
+            (2, vec![]),
+            (1, vec![phase(0, &[1])]),
+            (2, vec![phase(1, &[7, 3])]),
+            (2, vec![phase(0, &[7, 0])]),
+            (2, vec![phase(0, &[7, 3, 1])]),
+            (2, vec![phase(0, &[7, 3]), phase(0, &[1, 1])]),
+        ] {
+            let error = read(n_texts, mixture).unwrap_err();
+            assert!(matches!(error, Error::Run(RunError::Damaged { .. })), "{error}");
+        }
     }
 
     #[test]

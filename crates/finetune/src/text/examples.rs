@@ -42,7 +42,7 @@ pub enum Overlong {
 }
 
 /// Sequences of tokens with their labels.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[expect(clippy::struct_field_names, reason = "the other fields describe the examples")]
 pub struct Examples {
     examples: Vec<LabeledTokens>,
@@ -83,9 +83,19 @@ impl Examples {
         overlong: Overlong,
         max_bytes: Option<u64>,
     ) -> Result<Self> {
-        let mut examples =
-            Self { examples: Vec::new(), n_overlong: 0, files: FileCounts::default() };
-        let mut n_tokens = 0;
+        Self::read_beside(0, path, tokenizer, context, overlong, max_bytes)
+    }
+
+    /// Like [`read`](Self::read), beside other examples of `n_tokens` tokens.
+    pub(crate) fn read_beside(
+        mut n_tokens: u64,
+        path: &Path,
+        tokenizer: &Tokenizer,
+        context: usize,
+        overlong: Overlong,
+        max_bytes: Option<u64>,
+    ) -> Result<Self> {
+        let mut examples = Self::default();
         for file in files::list(path)? {
             check_memory(&file, n_tokens, max_bytes)?;
             let n_before = examples.examples.len();
@@ -119,13 +129,27 @@ impl Examples {
         context: usize,
         overlong: Overlong,
     ) -> Result<Self> {
-        let mut examples =
-            Self { examples: Vec::new(), n_overlong: 0, files: FileCounts::default() };
+        let mut examples = Self::default();
         for (n, text) in (1..).zip(texts) {
             let location = SourceLocation::new(Path::new("the list"), "text", n);
             examples.add(tokenizer.encode_text(&text)?, location, context, overlong)?;
         }
         Ok(examples)
+    }
+
+    /// Adds the examples of another text.
+    pub(crate) fn append(&mut self, other: Self) {
+        let files = other.files;
+        self.examples.extend(other.examples);
+        self.n_overlong += other.n_overlong;
+        self.files.n_with_line_examples += files.n_with_line_examples;
+        self.files.n_with_paragraph_examples += files.n_with_paragraph_examples;
+        self.files.skipped += files.skipped;
+    }
+
+    /// Returns the number of examples.
+    pub(crate) fn len(&self) -> u64 {
+        self.examples.len() as u64
     }
 
     /// Returns the length of every example, in tokens.
@@ -353,12 +377,6 @@ mod tests {
 
     use super::*;
     use crate::golden;
-
-    impl Examples {
-        fn len(&self) -> u64 {
-            self.examples.len() as u64
-        }
-    }
 
     fn read(name: &str, text: &str, context: usize, overlong: Overlong) -> Result<Examples> {
         let home = tempfile::tempdir().unwrap();

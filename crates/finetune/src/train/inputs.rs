@@ -6,7 +6,7 @@ use crate::{
     error::{Result, spec::SpecError},
     folder::Folder,
     run::model::model_folder,
-    spec::{RunInputs, Spec, Validation},
+    spec::{MixtureWeights, RunInputs, Spec, Validation},
     text::examples::Overlong,
     train::{built_in, options::RunOptions},
 };
@@ -69,7 +69,17 @@ impl RunOptions {
             batch_size: self.batch_size,
             validation: self.validation.map(|fraction| Validation { fraction, every }),
             merge: false,
+            mixture: self.new_mixture(),
         })
+    }
+
+    /// Returns the weights of several texts in a new run.
+    fn new_mixture(&self) -> Vec<MixtureWeights> {
+        if self.data.len() < 2 {
+            return Vec::new();
+        }
+        let weights = self.data.iter().map(|source| source.weight.unwrap_or(1)).collect();
+        vec![MixtureWeights { from_epoch: 0, weights }]
     }
 
     /// Returns the inputs of a resumed run. The folder of the model may have moved.

@@ -161,6 +161,7 @@ mod tests {
             batch_size: None,
             validation: None,
             merge: false,
+            mixture: Vec::new(),
         };
         let mut recipe = json!({
             "lr": 1e-3, "lr_schedule": "cosine", "warmup_steps": 5, "min_lr_rate": 0.1,

@@ -7,14 +7,14 @@ use crate::{
     data::dataset::Rows,
     error::{Result, spec::SpecError},
     spec::{Recipe, Spec, variant_name},
-    text::examples::Overlong,
+    text::{examples::Overlong, source::TextSource},
 };
 
 /// The options of a run: model, texts, batches, learning, sharding, and the folder of the run.
 ///
 /// `None` stands for the default of a new run, or for the value that a resumed run started with. A
 /// resumed run rejects any other value, except for `out`, `data`, `sharding` and `checkpoint_every`,
-/// which may change.
+/// which may change: `data` in its paths, and in its weights from the next epoch on.
 #[derive(Clone, Debug, Default)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct RunOptions {
@@ -26,10 +26,19 @@ pub struct RunOptions {
     /// run if the folder holds none
     #[cfg_attr(feature = "clap", arg(long, requires = "out"))]
     pub resume: bool,
-    /// Text file, .jsonl file, or folder of such files; a model folder needs it [default: generated
-    /// short stories]
-    #[cfg_attr(feature = "clap", arg(long, value_name = "PATH"))]
-    pub data: Option<PathBuf>,
+    /// Text file, .jsonl file, or folder of such files; a model folder needs it. Several are mixed
+    /// in proportion to their weights [default: generated short stories; weight 1, or the weight in
+    /// a resumed run]
+    #[cfg_attr(
+        feature = "clap",
+        arg(
+            long,
+            value_name = "PATH[:WEIGHT]",
+            value_hint = clap::ValueHint::AnyPath,
+            value_parser = source_parser()
+        )
+    )]
+    pub data: Vec<TextSource>,
     /// Number of optimizer steps [default: 300, or the number of a resumed run]
     #[cfg_attr(feature = "clap", arg(long))]
     pub steps: Option<u64>,
@@ -152,12 +161,13 @@ impl RunOptions {
                 return Err(SpecError::setting(name, &0, "at least 1".into()).into());
             }
         }
-        for (name, path) in [("model", &self.model), ("data", &self.data)] {
-            if let Some(path) = path.as_ref().filter(|path| path.to_str().is_none()) {
+        let texts = self.data.iter().map(|source| ("data", &source.path));
+        for (name, path) in self.model.iter().map(|path| ("model", path)).chain(texts) {
+            if path.to_str().is_none() {
                 return Err(SpecError::NotUtf8 { name, path: path.clone() }.into());
             }
         }
-        Ok(())
+        Ok(self.data.iter().try_for_each(TextSource::check)?)
     }
 
     /// Rejects options that contradict the description of the resumed run.
@@ -199,6 +209,12 @@ impl RunOptions {
         ] {
             check_same(name, requested.as_ref(), started)?;
         }
+        let n_texts = self.data.len();
+        if n_texts > 0 && n_texts != spec.data.len().max(1) {
+            let started: Vec<String> = spec.texts(0).iter().map(TextSource::to_string).collect();
+            let started = (!started.is_empty()).then(|| started.join(", "));
+            return Err(SpecError::ResumeMismatch { name: "data", started }.into());
+        }
         for ((name, requested), (_, started)) in
             self.recipe.options().into_iter().zip(spec.recipe.options())
         {
@@ -206,6 +222,13 @@ impl RunOptions {
         }
         Ok(())
     }
+}
+
+#[cfg(feature = "clap")]
+fn source_parser() -> impl clap::builder::TypedValueParser<Value = TextSource> {
+    use clap::builder::{OsStringValueParser, TypedValueParser as _};
+
+    OsStringValueParser::new().try_map(TextSource::parse)
 }
 
 fn to_text(value: Option<impl ToString>) -> Option<String> {

@@ -1,9 +1,10 @@
 //! The start of a run, found out from its options, its folder and its texts before anything changes.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{iter, path::PathBuf, sync::Arc};
 
 use candle_core::Device;
 use core_types::{Seed, WorldSize};
+use data_loader::prefetch;
 use dist_train::peak_bytes;
 use dyn_batch::{Batch, BatchState, PaddingReport};
 use fsdp_plan::ParameterInfo;
@@ -27,7 +28,7 @@ use crate::{
         resumed::ResumePoint,
         validation_set::ValidationSet,
     },
-    spec::{self, FORMAT_VERSION, RunInputs, Spec, Validation},
+    spec::{self, FORMAT_VERSION, RunInputs, RunTexts, Spec, Validation},
     text::examples::Examples,
     train::{model::TrainedModel, options::RunOptions},
 };
@@ -99,9 +100,10 @@ impl RunOptions {
             }
         }
         let is_known = known.is_some();
-        let Texts { data, held_out, folder, spec } = self.read(known, world_size)?;
+        let Texts { data, part_lens, held_out, folder, spec } = self.read(known, world_size)?;
         let resume_point = self.resume_point(&spec, is_known)?;
-        let schedule = spec.schedule(data.lengths())?;
+        let spec = if is_known { self.reweighted(spec, resume_point.as_ref()) } else { spec };
+        let schedule = spec.training_schedule(data.lengths(), &part_lens)?;
         // A position outside of these batches is rejected here; the batches are made later.
         schedule.check_position(resume_point.as_ref().map(|point| &point.batches))?;
         let model = spec.trained_model()?;
@@ -128,14 +130,17 @@ impl RunOptions {
 
     /// Reads the model and the texts; `known` is the description of a resumed run.
     fn read(&self, known: Option<Spec>, world_size: WorldSize) -> Result<Texts> {
-        let path = self.data.clone().or_else(|| known.as_ref()?.data.clone());
+        let mut paths: Vec<PathBuf> = self.data.iter().map(|text| text.path.clone()).collect();
+        if let Some(known) = known.as_ref().filter(|_| paths.is_empty()) {
+            paths.clone_from(&known.data);
+        }
         let seed = known.as_ref().map_or(self.seed.unwrap_or(0), |known| known.seed);
         let (folder, mut inputs) = self.inputs(known.as_ref(), seed)?;
-        if path.is_none() && inputs.folder.is_some() {
+        if paths.is_empty() && inputs.folder.is_some() {
             return Err(SpecError::NoData.into());
         }
-        let (fingerprint, train, held_out) =
-            inputs.examples(&folder, path.as_deref(), Seed::new(seed), self.max_text_bytes)?;
+        let RunTexts { fingerprint, train, part_lens, held_out } =
+            inputs.read_texts(&folder, &paths, Seed::new(seed), self.max_text_bytes)?;
         if known.is_none() && self.context.is_none() {
             let held_out = held_out.iter().flat_map(Examples::lengths);
             let longest = train.lengths().into_iter().chain(held_out).fold(0, u64::max);
@@ -152,7 +157,7 @@ impl RunOptions {
             None => self.new_spec(fingerprint, inputs, world_size)?,
         };
         let spec = Spec {
-            data: path,
+            data: paths,
             allow_non_finite: spec.allow_non_finite || self.allow_non_finite,
             // A model in the folder belongs to another run, since this one has steps left.
             model_files: vec![],
@@ -160,7 +165,7 @@ impl RunOptions {
             ..spec
         };
         let (data, held_out) = (data_set(train), held_out.map(data_set));
-        Ok(Texts { data, held_out, folder, spec: spec.sealed() })
+        Ok(Texts { data, part_lens, held_out, folder, spec: spec.sealed() })
     }
 
     /// Describes a new run.
@@ -172,7 +177,7 @@ impl RunOptions {
             format_version: FORMAT_VERSION,
             seed: self.seed.unwrap_or(0),
             steps,
-            data: None,
+            data: Vec::new(),
             text,
             max_tokens: self.checked_max_tokens(&inputs, world_size)?,
             allow_non_finite: false,
@@ -201,6 +206,20 @@ impl RunOptions {
         }
     }
 
+    /// Sets the requested weights of a resumed run from the epoch after its position on.
+    fn reweighted(&self, mut spec: Spec, position: Option<&ResumePoint>) -> Spec {
+        if self.data.iter().all(|text| text.weight.is_none()) || spec.finetune.mixture.is_empty() {
+            return spec;
+        }
+        let epoch = position.map_or(0, |point| point.batches.epoch.as_u64());
+        let from_epoch = epoch.saturating_add(1);
+        let known = spec.finetune.weights_in(from_epoch);
+        let weights = iter::zip(&self.data, known);
+        let weights = weights.map(|(text, &known)| text.weight.unwrap_or(known)).collect();
+        spec.finetune.set_weights_from(from_epoch, weights);
+        spec
+    }
+
     /// Opens the checkpoint to resume from, if there is one.
     fn resume_point(&self, spec: &Spec, is_known: bool) -> Result<Option<ResumePoint>> {
         let Some(path) = self.resumed() else { return Ok(None) };
@@ -223,6 +242,7 @@ impl RunOptions {
 /// The texts of a run, and the description that follows from them.
 struct Texts {
     data: DataSet,
+    part_lens: Vec<u64>,
     held_out: Option<DataSet>,
     folder: Folder,
     spec: Spec,
@@ -325,7 +345,7 @@ impl PreparedRun {
             let tensors = data.collate(&scheduled.batches, &device)?;
             Ok(StepBatch { scheduled, tensors })
         };
-        Ok(dist_train::feed(self.schedule.steps(state)?).collate(collate)?)
+        Ok(prefetch(self.schedule.steps(state)?).map(collate)?)
     }
 
     /// Returns the validation if it is due after `done` steps.

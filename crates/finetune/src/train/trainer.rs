@@ -467,6 +467,8 @@ mod tests {
     use super::*;
     use crate::{
         run::folder::metrics,
+        spec::{MixtureWeights, Spec},
+        text::source::TextSource,
         train::{options::RunOptions, prepare::Start},
     };
 
@@ -477,7 +479,7 @@ mod tests {
         fs::write(&data, lines.concat()).unwrap();
         RunOptions {
             out: Some(home.join("run")),
-            data: Some(data),
+            data: vec![TextSource::new(data)],
             n_layers: Some(1),
             hidden: Some(16),
             n_heads: Some(2),
@@ -556,6 +558,83 @@ mod tests {
             .each_ref()
             .map(|home| fs::read(home.path().join("run/model/model.safetensors")).unwrap());
         assert!(found == expected);
+    }
+
+    /// Returns a run on two texts of 8 and 12 lines, 10 steps an epoch.
+    fn mixed(home: &Path, weights: [Option<u64>; 2]) -> RunOptions {
+        let options = options(home);
+        let mut texts = options.data.clone();
+        let path = home.join("more.jsonl");
+        let lines: Vec<String> = (0..8).map(|n| format!("\"{n} or {n}\"\n")).collect();
+        fs::write(&path, lines.concat()).unwrap();
+        texts.insert(0, TextSource::new(path));
+        for (text, weight) in texts.iter_mut().zip(weights) {
+            text.weight = weight;
+        }
+        RunOptions { data: texts, steps: Some(24), ..options }
+    }
+
+    /// Trains until `done` steps are done, and stops there.
+    fn stop_after(done: u64, options: &RunOptions) {
+        let stop = Arc::new(AtomicBool::new(false));
+        let mut trained = trainer(options).stop_on(Arc::clone(&stop));
+        events_before(&mut trained, done);
+        stop.store(true, Ordering::Relaxed);
+        assert!(matches!(trained.last(), Some(Ok(Event::Stopped { .. }))));
+    }
+
+    #[test]
+    fn mixed_runs_resume_to_the_bit() {
+        let homes = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        let changed = [Some(1), Some(4)];
+        // Both runs change their weights in epoch 0, and one stops in epoch 1 as well.
+        for home in &homes {
+            stop_after(3, &mixed(home.path(), [Some(7), Some(3)]));
+        }
+        let reweighted = |home: &Path| RunOptions { resume: true, ..mixed(home, changed) };
+        events(trainer(&reweighted(homes[0].path())));
+        stop_after(13, &reweighted(homes[1].path()));
+        // Without weights, or with the same, nothing changes.
+        stop_after(17, &reweighted(homes[1].path()));
+        let unweighted = mixed(homes[1].path(), [None, None]);
+        events(trainer(&RunOptions { resume: true, ..unweighted }));
+        let [expected, found] = homes.each_ref().map(|home| {
+            let run = home.path().join("run");
+            let mixture = Spec::read(&run).unwrap().unwrap().finetune.mixture;
+            let phase = |from_epoch, weights: [u64; 2]| MixtureWeights {
+                from_epoch,
+                weights: weights.into(),
+            };
+            assert_eq!(mixture, [phase(0, [7, 3]), phase(1, [1, 4])]);
+            fs::read(run.join("model/model.safetensors")).unwrap()
+        });
+        assert!(found == expected);
+    }
+
+    #[test]
+    fn validation_gets_a_share_of_each_text() {
+        let home = tempfile::tempdir().unwrap();
+        let options = mixed(home.path(), [None, None]);
+        let options = RunOptions { validation: Some(0.25), ..options };
+        let Start::Train(run) = options.prepare(WorldSize::ONE).unwrap() else {
+            panic!("complete")
+        };
+        assert_eq!(run.examples().len(), 6 + 9);
+        let indices =
+            run.steps().unwrap().into_iter().flatten().map(|batch| batch.len()).sum::<usize>();
+        assert_eq!(indices, 15 + 5);
+        assert_eq!(run.spec.finetune.mixture[0].weights, [1, 1]);
+    }
+
+    #[test]
+    fn other_number_of_texts_is_rejected() {
+        let home = tempfile::tempdir().unwrap();
+        stop_after(1, &mixed(home.path(), [Some(7), Some(3)]));
+        let resumed = RunOptions { resume: true, ..mixed(home.path(), [None, None]) };
+        let fewer = RunOptions { data: resumed.data[..1].to_vec(), ..resumed };
+        let error = fewer.prepare(WorldSize::ONE).unwrap_err().to_string();
+        assert!(error.starts_with("data is another than the run started with: "), "{error}");
+        assert!(error.contains("more.jsonl:7, ") && error.ends_with("texts.jsonl:3"), "{error}");
     }
 
     #[test]

@@ -120,11 +120,17 @@ fn compare_session(
     }))
 }
 
+/// Returns the names of the texts with their latest weights, or `None` for built-in stories.
+pub(super) fn data_names(settings: &Spec) -> Option<String> {
+    let texts = settings.texts(u64::MAX).into_iter().map(|text| text.to_string());
+    texts.reduce(|left, right| format!("{left}, {right}"))
+}
+
 /// Returns the batches of the first epoch, or the reason why they are unknown.
 fn first_epoch(settings: &Spec) -> Result<FirstEpoch, String> {
-    let name = match &settings.data {
+    let name = match data_names(settings) {
         None => String::from("the built-in text"),
-        Some(path) => format!("the text in {}", path.display()),
+        Some(names) => format!("the text in {names}"),
     };
     settings.first_epoch().map_err(|error| match error {
         finetune::Error::Run(RunError::TextMismatch) => {

@@ -18,7 +18,7 @@ use maud::{Markup, html};
 
 use super::{
     coverage::{self, Coverage},
-    facts::RunFacts,
+    facts::{RunFacts, data_names},
     markup::{self, count, fact_table, figure, missing_note, number_table, section, sentence},
 };
 use crate::{
@@ -137,10 +137,7 @@ fn settings_section(facts: &RunFacts) -> Markup {
 /// Returns one row per setting.
 pub(super) fn setting_rows(facts: &RunFacts) -> Vec<(&'static str, String)> {
     let settings = &facts.settings;
-    let data = match &settings.data {
-        Some(path) => path.display().to_string(),
-        None => String::from("built-in short stories"),
-    };
+    let data = data_names(settings).unwrap_or_else(|| String::from("built-in short stories"));
     let mut rows = vec![
         ("folder", facts.path.display().to_string()),
         ("steps", count(settings.steps)),

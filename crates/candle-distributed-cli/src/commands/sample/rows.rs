@@ -3,10 +3,9 @@
 
 use std::io::{self, Write};
 
-use crate::{
-    error::{Error, Result},
-    numbers::npy,
-};
+use candle_distributed::data::{NpyDtype, NpyHeader};
+
+use crate::error::{Error, Result};
 
 /// Numbers per block. The numbers and their text fit into a processor's cache.
 const BLOCK: usize = 4096;
@@ -43,7 +42,8 @@ impl<const WIDTH: usize, F: FnMut(&mut [[u64; WIDTH]])> RowWriter<WIDTH, F> {
     pub(super) fn write_npy(self, out: &mut dyn Write) -> io::Result<()> {
         let shape = [self.n_rows, WIDTH as u64];
         let n_dims = if WIDTH == 1 { 1 } else { shape.len() };
-        out.write_all(&npy::header(&shape[..n_dims]))?;
+        let header = NpyHeader { dtype: NpyDtype::I64, shape: shape[..n_dims].to_vec() };
+        out.write_all(&header.to_bytes())?;
         self.write_raw(out)
     }
 

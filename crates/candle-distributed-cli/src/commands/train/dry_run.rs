@@ -3,7 +3,10 @@
 use candle_distributed::{finetune::PreparedRun, mesh::DeviceMesh, train::peak_bytes};
 
 use crate::{
-    commands::train::Args, devices::ProcessPlace, error::Result, train::comparison::Comparison,
+    commands::train::{Args, write_mixture},
+    devices::ProcessPlace,
+    error::Result,
+    train::comparison::Comparison,
 };
 
 impl Args {
@@ -27,7 +30,10 @@ impl Args {
             planned: workload.planned_traffic()?,
             counted,
         };
-        process.print(|out| writeln!(out, "{comparison}"))
+        process.print(|out| {
+            write_mixture(&run.spec, out)?;
+            writeln!(out, "{comparison}")
+        })
     }
 }
 

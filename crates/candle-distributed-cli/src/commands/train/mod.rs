@@ -5,12 +5,15 @@ mod memory;
 mod sharding;
 mod writing;
 
-use std::path::{Path, PathBuf};
+use std::{
+    io::{self, Write},
+    path::{Path, PathBuf},
+};
 
 use candle_distributed::{
     finetune::{
         self, Event, Examples, Overlong, PreparedRun, RunError, RunOptions, Start, Trainer,
-        spec::Spec,
+        spec::{MixtureWeights, Spec},
     },
     mesh::DeviceMesh,
     plan::report::PlanReport,
@@ -39,6 +42,8 @@ use crate::{
     "candle-distributed train --data docs --world-size 2 --steps 100 --out docs-run"
     "# On the texts of a .jsonl file: each line is a JSON string, or an object whose `text` is one"
     "candle-distributed train --data texts.jsonl --steps 100"
+    "# On two data sets: seven examples of the first for three of the second"
+    "candle-distributed train --data chats.jsonl:7 --data stories.jsonl:3"
     "# A larger model, sharded over 4 devices; first predict its memory and traffic"
     "candle-distributed train --n-layers 8 --hidden 256 --strategy full --world-size 4 --dry-run"
     "candle-distributed train --n-layers 8 --hidden 256 --strategy full --world-size 4"
@@ -341,6 +346,16 @@ fn warn_of_files(examples: &Examples) {
     }
 }
 
+/// Writes the texts of a mixture with their weights, from each epoch on.
+fn write_mixture(spec: &Spec, out: &mut dyn Write) -> io::Result<()> {
+    for &MixtureWeights { from_epoch, .. } in &spec.finetune.mixture {
+        let texts = spec.texts(from_epoch).into_iter().map(|text| text.to_string());
+        let texts: Vec<String> = texts.collect();
+        writeln!(out, "texts from epoch {from_epoch} on: {}", texts.join(", "))?;
+    }
+    Ok(())
+}
+
 /// Prints the first step of a resumed run, the plan of a sharded run, and the batches of an epoch.
 fn announce(run: &PreparedRun) -> Result<()> {
     let plan = run.plan()?;
@@ -357,6 +372,7 @@ fn announce(run: &PreparedRun) -> Result<()> {
         if n_done > 0 {
             writeln!(out, "resuming after step {n_done} of {}", run.spec.steps)?;
         }
+        write_mixture(&run.spec, out)?;
         if let Some(report) = &report {
             writeln!(out, "{report}")?;
         }

@@ -4,6 +4,8 @@
 
 use std::io::Read;
 
+use core_types::human::Printable;
+
 use crate::{error::NpyFault, read::npy::dtype::NpyDtype};
 
 const MAGIC: [u8; 6] = *b"\x93NUMPY";
@@ -156,5 +158,6 @@ fn invalid_header(text: &str) -> NpyFault {
 /// Returns the start of an untrusted text, with control characters escaped.
 fn shorten(text: &str) -> String {
     const MAX_CHARS: usize = 200;
-    text.trim_end().chars().take(MAX_CHARS).flat_map(char::escape_debug).collect()
+    let start: String = text.trim_end().chars().take(MAX_CHARS).collect();
+    Printable(start).to_string()
 }

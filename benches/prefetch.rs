@@ -1,13 +1,13 @@
-//! The share of batch-making time that a feed thread hides behind training steps, on one slot that
-//! leaves a core free. A batch takes half as long as a step.
+//! The share of batch-making time that a prefetching thread hides behind training steps, on one slot
+//! that leaves a core free. A batch takes half as long as a step.
 //!
 //! ```text
-//! cargo bench -p benches --bench feed -- [batches]
+//! cargo bench -p benches --bench prefetch -- [batches]
 //! ```
 //!
 //! Prints mean times: of a batch, of a step, of a step while an unrelated thread makes batches (the
-//! slowdown that the machine causes), of batch and step in turn, and of a step fed by a thread.
-//! Then the time that the feed saves, as a share of the batch time.
+//! slowdown that the machine causes), of batch and step in turn, and of a step whose batch
+//! a thread prefetches. Then the time that prefetching saves, as a share of the batch time.
 
 #![allow(clippy::print_stdout, reason = "the lines are the result")]
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "numbers are small")]
@@ -21,8 +21,9 @@ use std::{
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_distributed::{
+    data::prefetch,
     mesh::{DeviceMesh, Replica, init_threads},
-    train::{AdamW, DataParallel, DistributedModel, feed},
+    train::{AdamW, DataParallel, DistributedModel},
 };
 use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, linear};
 
@@ -32,7 +33,7 @@ const HIDDEN: usize = 512;
 type Model = DistributedModel<Linear, AdamW>;
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
-    // Half of the cores for the one slot; on two cores, the other is free for the feed.
+    // Half of the cores for the one slot; on two cores, the other is free for batches.
     init_threads(2)?;
     let args: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
     let n = args.first().map_or(Ok(100), |arg| arg.parse())?;
@@ -47,12 +48,12 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let contended = with_busy_thread(rounds, || time(n, || train_step(&mut model, ready.clone())))?;
     let mut serial = (0..n).map(|index| make_batch(index, rounds));
     let serial = time(n, || serial.next().map_or(Ok(()), |batch| train_step(&mut model, batch?)))?;
-    let mut fed = feed(0..n).threads(1).collate(move |index| make_batch(index, rounds))?;
-    let fed = time(n, || fed.next().map_or(Ok(()), |batch| train_step(&mut model, batch?)))?;
+    let mut batches = prefetch(0..n).threads(1).map(move |index| make_batch(index, rounds))?;
+    let prefetched = time(n, || batches.next().map_or(Ok(()), |batch| train_step(&mut model, batch?)))?;
 
-    let hidden = (serial.as_secs_f64() - fed.as_secs_f64()) / batch.as_secs_f64();
+    let hidden = (serial.as_secs_f64() - prefetched.as_secs_f64()) / batch.as_secs_f64();
     println!("batch {batch:.2?}  step {step:.2?}, with another busy thread {contended:.2?}");
-    println!("in turn {serial:.2?}  fed {fed:.2?}");
+    println!("in turn {serial:.2?}  prefetched {prefetched:.2?}");
     println!("hidden: {:.0} % of the batches' time", 100. * hidden);
     Ok(())
 }
