@@ -227,11 +227,14 @@ fn predicted_memory_bounds_the_peak() {
             as_given(&args.iter().map(String::as_str).collect::<Vec<_>>()).output().unwrap();
         assert!(output.status.success(), "{args:?}: {}", said(&output));
         let table = String::from_utf8(output.stdout).unwrap();
-        let peak = table.lines().find_map(|line| line.trim().strip_prefix("peak")).unwrap();
-        let [number, unit, measured, measured_unit] =
-            peak.split_whitespace().collect::<Vec<_>>()[..]
+        let cells = |name| {
+            let row = table.lines().find_map(|line| line.trim().strip_prefix(name)).unwrap();
+            row.split_whitespace().collect::<Vec<_>>()
+        };
+        let ([_, _, measured, measured_unit], [number, unit]) =
+            (&cells("peak")[..], &cells("bound of the peak")[..])
         else {
-            panic!("{peak}")
+            panic!("{table}")
         };
         let config = fs::read_to_string(home.at("new/config.json")).unwrap();
         let share = bytes(measured, measured_unit) / bytes(number, unit);
