@@ -359,9 +359,9 @@ fn metrics_without_checkpoint_are_kept() {
     fs::remove_dir_all(home.at("other").join("checkpoints")).unwrap();
     fs::write(home.at("other").join("model/model.safetensors"), "a model").unwrap();
     let resumed = home.resume("other", &[]);
-    let backup = home.at("other").join("model.unsaved-0001/model.safetensors");
+    let aside = home.at("other").join("model.unsaved-0001/model.safetensors");
     assert!(said(&resumed).contains(&home.path("other/model.unsaved-0001")), "{}", said(&resumed));
-    assert_eq!(fs::read(backup).unwrap(), b"a model");
+    assert_eq!(fs::read(aside).unwrap(), b"a model");
     assert!(home.model("other") == model);
 
     // With a checkpoint, nothing is backed up.

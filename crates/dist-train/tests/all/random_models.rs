@@ -41,6 +41,7 @@ fn sharded_models_match_replicated_models() {
                 [(DType::F64, 1e-11), (DType::F32, 1e-4), (DType::BF16, 1e-1), (DType::F16, 2e-2)]
                     [seed as usize % 4];
             let case = Case::new((1 << 32) + seed * 4 + slots as u64, slots, dtype);
+            let case = if seed % 8 < 4 { case.with_equal_bits() } else { case };
             let name = format!("{dtype:?} case {seed} on {slots} slots");
             let [sharded, replicated] = [true, false].map(|sharded| case.by_units(&mesh, sharded));
             if case.has_equal_bits() {
@@ -52,7 +53,7 @@ fn sharded_models_match_replicated_models() {
             assert_near(&sharded, &case.on_one_device(), tolerance, &name);
         }
     }
-    assert!(n_equal >= n_cases / 4, "{n_equal} cases have equal bits");
+    assert!(n_equal >= 2 * n_cases, "{n_equal} cases have equal bits");
 }
 
 /// bf16 has 8 bits of precision, and dozens of operations round to it.

@@ -166,6 +166,15 @@ impl Case {
         })
     }
 
+    /// Removes what makes a sharded model equal to a replicated one only up to rounding.
+    pub(crate) fn with_equal_bits(mut self) -> Self {
+        self.layers.sort_unstable();
+        self.layers.dedup();
+        self.max_norm = None;
+        self.updates.iter_mut().for_each(|batches| batches.truncate(1));
+        self
+    }
+
     /// Returns true if the sharded model has the bits of the replicated one: no layer is used
     /// twice, gradients are not clipped, and no batch is accumulated.
     pub(crate) fn has_equal_bits(&self) -> bool {

@@ -27,7 +27,7 @@ pub struct MemoryPrediction {
 
 impl MemoryPrediction {
     /// The largest known error, in percent of the prediction, rounded up: of 120 random dry runs, the
-    /// peaks were 0.75 to 1.17 of the prediction. `predicted_memory_bounds_the_peak` in the tests of
+    /// peaks were 0.73 to 1.17 of the prediction. `predicted_memory_bounds_the_peak` in the tests of
     /// the command line measures it again.
     const LARGEST_ERROR_PERCENT: u64 = 20;
 
@@ -242,13 +242,17 @@ impl Workload<'_> {
     fn computed_bytes(&self, layers: usize) -> u128 {
         let ModelSizes { layer_width, vocabulary, .. } = self.sizes;
         let widths = layers * layer_width;
+        widths as u128 * self.computed_item_bytes() + vocabulary as u128 * self.logit_bytes()
+    }
+
+    /// Returns the bytes of an item that a kernel computes.
+    fn computed_item_bytes(&self) -> u128 {
         let single = Precision::F32.bytes();
-        let width_bytes = match self.precision {
+        match self.precision {
             Precision::F32 => single,
-            // Kernels compute half precision in single precision.
-            Precision::Bf16 => single + self.precision.bytes(),
-        };
-        widths as u128 * width_bytes + vocabulary as u128 * self.logit_bytes()
+            // Kernels compute half precision in single precision. Measured: 7 to 10 bytes.
+            Precision::Bf16 => single + 2 * self.precision.bytes(),
+        }
     }
 
     /// Returns the bytes of a logit, its probability, its gradient and their copies.
@@ -280,9 +284,9 @@ impl Workload<'_> {
     /// vocabularies, and up to 85 MiB on two devices in half precision with a hidden size of 256, whose
     /// kernels pack blocks of rows in single precision.
     fn retained_bytes(&self) -> u128 {
-        const PER_PROCESS: u128 = 16 << 20;
+        const PER_PROCESS: u128 = 20 << 20;
         const PER_DEVICE: u128 = 8 << 20;
-        const PER_PACKED_COLUMN: u128 = 48 << 10;
+        const PER_PACKED_COLUMN: u128 = 32 << 10;
         const MAX_PACKED_COLUMNS: usize = 256;
         let packed = match self.precision {
             Precision::F32 => 0,
@@ -373,7 +377,7 @@ mod tests {
         let all = model(SMALL).parameters().unwrap().iter().map(ParameterInfo::bytes).sum::<u64>();
         let largest = 352 * 128 * 4;
         let whole = predicted(SMALL, None);
-        let kept = (16 + 4 * 8) << 20;
+        let kept = (20 + 4 * 8) << 20;
         assert_eq!(whole.total(), 1 + all * (1 + 5 + 2) + 4 * 2 * largest + kept);
 
         let sharding = |keep| Sharding { keep, ..Sharding::default() };
@@ -422,8 +426,8 @@ mod tests {
             (bytes("kernels and allocator"), bytes("gradient temporaries"))
         };
         let largest = 352 * 128;
-        assert_eq!(work(Precision::F32, parameters), ((16 + 2 * 8) << 20, 2 * 2 * largest * 4));
-        assert_eq!(work(Precision::Bf16, parameters), ((16 + 2 * 14) << 20, 2 * 2 * largest * 2));
+        assert_eq!(work(Precision::F32, parameters), ((20 + 2 * 8) << 20, 2 * 2 * largest * 4));
+        assert_eq!(work(Precision::Bf16, parameters), ((20 + 2 * 12) << 20, 2 * 2 * largest * 2));
         assert_eq!(work(Precision::F32, &frozen).1, 0);
     }
 

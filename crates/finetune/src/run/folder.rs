@@ -326,6 +326,7 @@ impl RunFolder {
                 path.join(CHECKPOINTS).display(),
                 backup.display()
             );
+            atomic::write(&metrics, b"").map_err(|cause| Error::write(&metrics, cause))?;
         }
         if step == 0 {
             keep_unsaved(path, spec)?;
