@@ -189,9 +189,10 @@ fn bytes(number: &str, unit: &str) -> f64 {
 /// Draws a model and options, and returns the arguments of their dry run.
 fn random_dry_run(draw: &mut RandomDraws, home: &ModelHome) -> Vec<String> {
     let mut fields = config();
-    let vocabulary = (256_f64 * 508_f64.powf(draw.below(1001) as f64 / 1000.)).round();
+    let least = 256 << draw.below(9);
+    let vocabulary = least + draw.below(least);
     let hidden = draw.choose(&[32, 64, 128, 256]);
-    fields["vocab_size"] = json!((vocabulary as u64).clamp(260, 130_000));
+    fields["vocab_size"] = json!(vocabulary.clamp(260, 130_000));
     fields["hidden_size"] = json!(hidden);
     fields["intermediate_size"] = json!(hidden * 3);
     fields["num_hidden_layers"] = json!(1 + draw.below(4));

@@ -27,7 +27,7 @@ pub struct MemoryPrediction {
 
 impl MemoryPrediction {
     /// The largest known error, in percent of the prediction, rounded up: of 120 random dry runs, the
-    /// peaks were 0.73 to 1.16 of the prediction. `predicted_memory_bounds_the_peak` in the tests of
+    /// peaks were 0.64 to 1.16 of the prediction. `predicted_memory_bounds_the_peak` in the tests of
     /// the command line measures it again.
     const LARGEST_ERROR_PERCENT: u64 = 20;
 
