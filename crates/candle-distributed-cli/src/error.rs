@@ -76,7 +76,7 @@ pub(crate) enum ErrorKind {
     },
     /// The run needs more memory than this process may use.
     #[error(
-        "this process would take about {}, but {} limits it to {}",
+        "this process would take up to {}, but {} limits it to {}",
         HumanBytes((*needed).into()),
         limit.source,
         HumanBytes(limit.share().into())

@@ -32,8 +32,9 @@ pub(crate) const TRAFFIC_HEADS: [&str; 5] =
     ["a device in a step", "planned calls", "counted", "planned bytes", "counted"];
 
 impl Comparison {
-    /// Returns a row per term of the prediction, and a row for their sum. Only two rows have a
-    /// measured value: the first term, which is the memory before training, and the sum.
+    /// Returns a row per term of the prediction, a row for their sum, and a row for its bound, which is
+    /// compared with limits. Only two rows have a measured value: the first term, which is the memory
+    /// before training, and the sum.
     pub(crate) fn memory_rows(&self) -> Vec<Vec<String>> {
         let format_bytes = |bytes: u64| HumanBytes(bytes.into()).to_string();
         let mut rows = Vec::new();
@@ -44,6 +45,8 @@ impl Comparison {
         }
         let peak = self.peak_bytes.map_or_else(|| String::from("unknown"), format_bytes);
         rows.push(vec![String::from("peak"), format_bytes(self.memory.total()), peak]);
+        let bound = format_bytes(self.memory.upper_bound());
+        rows.push(vec![String::from("bound of the peak"), bound, String::new()]);
         rows
     }
 
@@ -80,7 +83,8 @@ impl Comparison {
             "a run that is not sharded has no plan, so only its counted traffic is shown"
         };
         let memory = if self.on_processors {
-            "measured is the largest resident memory that the system reports of a process"
+            "measured is the largest resident memory that the system reports of a process; a memory \
+             limit must be at least the bound of the peak, which adds the largest known error"
         } else {
             "the prediction is for a process with CPU devices; measured is the resident memory of \
              the process alone, without its devices"

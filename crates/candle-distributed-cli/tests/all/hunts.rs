@@ -189,9 +189,10 @@ fn bytes(number: &str, unit: &str) -> f64 {
 /// Draws a model and options, and returns the arguments of their dry run.
 fn random_dry_run(draw: &mut RandomDraws, home: &ModelHome) -> Vec<String> {
     let mut fields = config();
-    let vocabulary = (256_f64 * 508_f64.powf(draw.below(1001) as f64 / 1000.)).round();
+    let least = 256 << draw.below(9);
+    let vocabulary = least + draw.below(least);
     let hidden = draw.choose(&[32, 64, 128, 256]);
-    fields["vocab_size"] = json!((vocabulary as u64).clamp(260, 130_000));
+    fields["vocab_size"] = json!(vocabulary.clamp(260, 130_000));
     fields["hidden_size"] = json!(hidden);
     fields["intermediate_size"] = json!(hidden * 3);
     fields["num_hidden_layers"] = json!(1 + draw.below(4));
@@ -227,11 +228,14 @@ fn predicted_memory_bounds_the_peak() {
             as_given(&args.iter().map(String::as_str).collect::<Vec<_>>()).output().unwrap();
         assert!(output.status.success(), "{args:?}: {}", said(&output));
         let table = String::from_utf8(output.stdout).unwrap();
-        let peak = table.lines().find_map(|line| line.trim().strip_prefix("peak")).unwrap();
-        let [number, unit, measured, measured_unit] =
-            peak.split_whitespace().collect::<Vec<_>>()[..]
+        let cells = |name| {
+            let row = table.lines().find_map(|line| line.trim().strip_prefix(name)).unwrap();
+            row.split_whitespace().collect::<Vec<_>>()
+        };
+        let ([_, _, measured, measured_unit], [number, unit]) =
+            (&cells("peak")[..], &cells("bound of the peak")[..])
         else {
-            panic!("{peak}")
+            panic!("{table}")
         };
         let config = fs::read_to_string(home.at("new/config.json")).unwrap();
         let share = bytes(measured, measured_unit) / bytes(number, unit);

@@ -275,7 +275,7 @@ fn sharding_trains_oversized_model() {
     // The run is rejected before the first step, with both sizes and a hint.
     let rejected = train_limited(&home, "whole", &[]);
     assert_eq!(rejected.status.code(), Some(2), "{}", said(&rejected));
-    for words in ["would take about", "iB, but its address space", "hint: --strategy full"] {
+    for words in ["would take up to", "iB, but its address space", "hint: --strategy full"] {
         assert!(said(&rejected).contains(words), "{}", said(&rejected));
     }
     assert!(!home.at("whole").exists());

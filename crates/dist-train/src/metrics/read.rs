@@ -293,7 +293,8 @@ mod tests {
             metrics.truncate(n_kept);
             let mut copied = Vec::new();
             metrics.copy_lines(text.as_bytes(), &mut copied).unwrap();
-            assert_eq!(String::from_utf8(copied).unwrap(), lines[..n_kept as usize].concat());
+            let kept = lines[..usize::try_from(n_kept).unwrap()].concat();
+            assert_eq!(String::from_utf8(copied).unwrap(), kept);
         }
     }
 

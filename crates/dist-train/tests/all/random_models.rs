@@ -27,8 +27,8 @@ fn f64_models_match_one_device() {
     check(40, DType::F64, 1e-11);
 }
 
-/// Sharded models equal replicated ones: to the bit, or in shared or clipped gradients up to
-/// rounding.
+/// Losses and parameters of sharded models equal those of replicated ones: to the bit, or up to
+/// rounding with tied layers, clipping or accumulated batches.
 #[test]
 fn sharded_models_match_replicated_models() {
     let n_cases = std::env::var(RANDOM_MODELS).ok().and_then(|number| number.parse().ok());
@@ -41,19 +41,19 @@ fn sharded_models_match_replicated_models() {
                 [(DType::F64, 1e-11), (DType::F32, 1e-4), (DType::BF16, 1e-1), (DType::F16, 2e-2)]
                     [seed as usize % 4];
             let case = Case::new((1 << 32) + seed * 4 + slots as u64, slots, dtype);
+            let case = if seed % 8 < 4 { case.with_equal_bits() } else { case };
             let name = format!("{dtype:?} case {seed} on {slots} slots");
             let [sharded, replicated] = [true, false].map(|sharded| case.by_units(&mesh, sharded));
             if case.has_equal_bits() {
                 n_equal += 1;
-                let bits = |items: &[f64]| items.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                let bits = |found| case.bits_without_norms(found);
                 assert_eq!(bits(&sharded), bits(&replicated), "{name}");
-            } else {
-                assert_near(&sharded, &replicated, tolerance, &name);
             }
+            assert_near(&sharded, &replicated, tolerance, &name);
             assert_near(&sharded, &case.on_one_device(), tolerance, &name);
         }
     }
-    assert!(n_equal >= n_cases / 4, "{n_equal} cases have equal bits");
+    assert!(n_equal >= 2 * n_cases, "{n_equal} cases have equal bits");
 }
 
 /// bf16 has 8 bits of precision, and dozens of operations round to it.

@@ -38,7 +38,6 @@ impl RandomDraws {
 }
 
 /// A random model with its options and batches.
-#[expect(clippy::struct_excessive_bools, reason = "each is drawn independently")]
 pub(crate) struct Case {
     dtype: DType,
     /// The name of each layer; layers with the same name are tied.
@@ -65,7 +64,7 @@ struct LayerForm {
 }
 
 impl LayerForm {
-    fn layer(&self, vb: VarBuilder<'_>) -> Result<Linear> {
+    fn layer(self, vb: VarBuilder<'_>) -> Result<Linear> {
         if self.has_empty {
             vb.get((0, WIDTH), EMPTY)?;
         }
@@ -73,7 +72,7 @@ impl LayerForm {
     }
 
     /// Returns the result of a layer, with its residual connection.
-    fn forward(&self, layer: &Linear, x: &Tensor) -> Result<Tensor> {
+    fn forward(self, layer: &Linear, x: &Tensor) -> Result<Tensor> {
         let y = layer.forward(x)?.tanh()?;
         if self.has_residual { x + y } else { Ok(y) }
     }
@@ -167,6 +166,15 @@ impl Case {
         })
     }
 
+    /// Removes what makes a sharded model equal to a replicated one only up to rounding.
+    pub(crate) fn with_equal_bits(mut self) -> Self {
+        self.layers.sort_unstable();
+        self.layers.dedup();
+        self.max_norm = None;
+        self.updates.iter_mut().for_each(|batches| batches.truncate(1));
+        self
+    }
+
     /// Returns true if the sharded model has the bits of the replicated one: no layer is used
     /// twice, gradients are not clipped, and no batch is accumulated.
     pub(crate) fn has_equal_bits(&self) -> bool {
@@ -175,6 +183,15 @@ impl Case {
         layers.dedup();
         let is_accumulated = self.updates.iter().any(|batches| batches.len() > 1);
         layers.len() == self.layers.len() && self.max_norm.is_none() && !is_accumulated
+    }
+
+    /// Returns the bits of what `on_mesh` returns, without the norms, which are sums in another order
+    /// if the model is sharded.
+    pub(crate) fn bits_without_norms(&self, found: &[f64]) -> Vec<u64> {
+        let norms = (0..self.updates.len()).map(|update| 3 * update + 1);
+        let is_norm = |index| norms.clone().any(|norm| norm == index);
+        let others = found.iter().enumerate().filter(|(index, _)| !is_norm(*index));
+        others.map(|(_, item)| item.to_bits()).collect()
     }
 
     fn configure<'a, M>(&self, builder: ModelBuilder<'a, M>) -> ModelBuilder<'a, M> {

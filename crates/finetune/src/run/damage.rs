@@ -1,6 +1,6 @@
 //! Damaged lines of the files of a run.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use core_types::files;
 
@@ -18,7 +18,7 @@ pub(super) fn back_up_damaged(path: &Path, lines: &[u64]) -> Result<()> {
     if lines.is_empty() {
         return Ok(());
     }
-    let copy = back_up(path, "damaged")?;
+    let copy = files::back_up(path, "damaged").map_err(|cause| Error::write(path, cause))?;
     tracing::warn!(
         "{} {}; the whole file is backed up as {}",
         path.display(),
@@ -26,11 +26,6 @@ pub(super) fn back_up_damaged(path: &Path, lines: &[u64]) -> Result<()> {
         copy.display()
     );
     Ok(())
-}
-
-/// Copies a file to a name with `word`, and returns the path of the copy.
-pub(super) fn back_up(path: &Path, word: &str) -> Result<PathBuf> {
-    files::back_up(path, word).map_err(|cause| Error::write(path, cause))
 }
 
 /// Returns the part of a message that names damaged lines.

@@ -12,6 +12,7 @@ use std::{
 use core_types::files::{self as atomic, AtomicFolder};
 use dist_checkpoint::Checkpoints;
 use dist_train::{Metrics, peak_bytes};
+use pmap_mesh::DeviceMesh;
 use serde::Serialize;
 
 use crate::{
@@ -316,15 +317,16 @@ impl RunFolder {
         if step == 0 && kept.done() > 0 {
             // A run killed before its first checkpoint looks the same, and must resume without user
             // action.
-            let backup = damage::back_up(&metrics, "unsaved")?;
+            let backup = keep_longest(path, METRICS, kept.done())?;
             tracing::warn!(
                 "{} ends with step {}, but there is no checkpoint in {}: the run starts anew, and \
-                 the whole file is backed up as {}",
+                 the longest file is backed up as {}",
                 metrics.display(),
                 kept.done(),
                 path.join(CHECKPOINTS).display(),
                 backup.display()
             );
+            atomic::write(&metrics, b"").map_err(|cause| Error::write(&metrics, cause))?;
         }
         if step == 0 {
             keep_unsaved(path, spec)?;
@@ -468,18 +470,37 @@ fn restore_folders(path: &Path, spec: &Spec) -> Result<()> {
     Ok(())
 }
 
+/// Removes partial files of a killed process from a complete run, unless another process has locked
+/// it.
+pub(crate) fn remove_leftovers(path: &Path, spec: &Spec) {
+    if partial_in(path).is_empty() {
+        return;
+    }
+    let checkpoints = checkpoints(path, spec);
+    let mesh = DeviceMesh::builder().axis("device", 1).pin(false).cpu();
+    if mesh.is_ok_and(|mesh| checkpoints.lock(&mesh).is_ok()) {
+        remove_partial(path);
+    }
+}
+
 /// Removes partial files and models of a killed run. Errors are ignored, since leftovers do no
 /// harm.
 fn remove_partial(run: &Path) {
-    let Ok(entries) = fs::read_dir(run) else { return };
-    for entry in entries.flatten() {
-        if !atomic::is_partial(entry.file_name()) {
-            continue;
-        }
-        let path = entry.path();
-        let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
-        drop(removed);
+    for path in partial_in(run) {
+        drop(remove_all(&path));
     }
+}
+
+/// Returns the partial files and folders in a run.
+fn partial_in(run: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(run) else { return Vec::new() };
+    let partial = entries.flatten().filter(|entry| atomic::is_partial(entry.file_name()));
+    partial.map(|entry| entry.path()).collect()
+}
+
+/// Removes a file, or a folder with its content.
+fn remove_all(path: &Path) -> io::Result<()> {
+    if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
 }
 
 /// Checks that a folder holds no run, not even a part of a run.
@@ -496,7 +517,15 @@ pub(crate) fn check_empty(path: &Path) -> Result<()> {
 
 /// Backs up the models and validations that a restarted run would replace.
 fn keep_unsaved(path: &Path, spec: &Spec) -> Result<()> {
-    keep_best(path, spec.steps)?;
+    let validations = validations::validations(path, spec.steps)?;
+    let trained = validations.last().map_or(0, |last| last.step);
+    if best_in(path).exists() {
+        let backup = keep_longest(path, BEST, trained)?;
+        tracing::warn!(
+            "the run starts anew, and the best model that was trained longest is backed up as {}",
+            backup.display()
+        );
+    }
     for model in [product_of(path, spec), adapter_in(path)] {
         if let Some(backup) = move_model(&model)? {
             tracing::warn!(
@@ -505,36 +534,44 @@ fn keep_unsaved(path: &Path, spec: &Spec) -> Result<()> {
             );
         }
     }
-    let validations = path.join(validations::FILE);
-    match length_and_time(&validations)? {
-        Some((length, _)) if length > 0 => damage::back_up(&validations, "unsaved").map(drop),
+    match length_and_time(&path.join(validations::FILE))? {
+        Some((length, _)) if length > 0 => keep_longest(path, validations::FILE, trained).map(drop),
         Some(_) | None => Ok(()),
     }
 }
 
-/// Backs up the best model as `best.unsaved-STEPS`, the number of steps before its last validation.
-/// Only the copy that was trained longest stays, since a run may be killed many times before its
-/// first checkpoint.
-fn keep_best(path: &Path, steps: u64) -> Result<()> {
-    let best = best_in(path);
-    if !best.exists() {
-        return Ok(());
-    }
-    let trained = validations::validations(path, steps)?.last().map_or(0, |last| last.step);
-    let failed = |cause| Error::write(&best, cause);
-    for entry in fs::read_dir(path).map_err(failed)? {
-        let name = entry.map_err(failed)?.file_name();
-        let digits = name.to_str().and_then(|name| name.strip_prefix("best.unsaved-"));
-        let Some(earlier) = digits.and_then(|digits| digits.parse::<u64>().ok()) else { continue };
-        if earlier >= trained {
-            return fs::remove_dir_all(&best).map_err(failed);
+/// Backs up a file or folder of a run under its name with `.unsaved-STEPS`, the number of its
+/// trained steps, and returns the backup. Only the one that was trained longest stays, since a run
+/// may be killed many times before its first checkpoint.
+fn keep_longest(run: &Path, name: &str, trained: u64) -> Result<PathBuf> {
+    let path = run.join(name);
+    let failed = |cause| Error::write(&path, cause);
+    for entry in fs::read_dir(run).map_err(failed)? {
+        let earlier = entry.map_err(failed)?.path();
+        let steps = unsaved_steps(&earlier, &path);
+        if steps.is_some_and(|steps| steps >= trained) {
+            remove_all(&path).map_err(failed)?;
+            return Ok(earlier);
         }
-        fs::remove_dir_all(path.join(name)).map_err(failed)?;
+        if steps.is_some() {
+            remove_all(&earlier).map_err(failed)?;
+        }
     }
-    let backup = path.join(format!("best.unsaved-{trained:04}"));
-    atomic::rename(&best, &backup).map_err(failed)?;
-    tracing::warn!("the run starts anew, and the best model is backed up as {}", backup.display());
-    Ok(())
+    let stem = path.file_stem().unwrap_or_default().display();
+    let mut backup = path.with_file_name(format!("{stem}.unsaved-{trained:04}"));
+    if let Some(extension) = path.extension() {
+        backup.add_extension(extension);
+    }
+    atomic::rename(&path, &backup).map_err(failed)?;
+    Ok(backup)
+}
+
+/// Returns the steps in the name of a backup of `path`, or `None` for another file.
+fn unsaved_steps(backup: &Path, path: &Path) -> Option<u64> {
+    let name = backup.file_name()?.to_str()?.strip_prefix(path.file_stem()?.to_str()?)?;
+    let extension =
+        path.extension().map_or_else(String::new, |extension| format!(".{}", extension.display()));
+    name.strip_prefix(".unsaved-")?.strip_suffix(&extension)?.parse().ok()
 }
 
 /// Renames an existing model that does not complete its run, and returns the new path. The run is
@@ -638,24 +675,42 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn one_unsaved_best_model_stays() {
+    fn longest_unsaved_results_stay() {
         let parent = tempfile::tempdir().unwrap();
         let run = parent.path().join("run");
         RunFolder::create(&run, &spec()).unwrap();
-        for (trained, kept) in [(4, 4), (8, 8), (2, 8)] {
+        for (trained, kept) in [(4, 4), (8, 8), (2, 8), (8, 8)] {
             fs::create_dir(run.join(BEST)).unwrap();
             fs::write(run.join(BEST).join("step"), trained.to_string()).unwrap();
-            let line = format!("{{\"step\":{trained},\"loss\":1.5,\"predictions\":2.0}}\n");
-            fs::write(run.join(validations::FILE), line).unwrap();
+            let point = |step| format!("{{\"step\":{step},\"loss\":1.5,\"predictions\":2.0}}\n");
+            fs::write(run.join(validations::FILE), point(trained)).unwrap();
+            fs::write(run.join(METRICS), lines(0..trained)).unwrap();
             RunFolder::resume(&run, &spec(), 0).unwrap();
             let names = fs::read_dir(&run).unwrap().map(|entry| entry.unwrap().file_name());
-            let copies: Vec<_> = names
-                .filter_map(|name| name.into_string().ok()?.strip_prefix(BEST).map(String::from))
-                .collect();
-            assert_eq!(copies, [format!(".unsaved-{kept:04}")]);
-            let copy = run.join(format!("best.unsaved-{kept:04}/step"));
-            assert_eq!(fs::read_to_string(copy).unwrap(), kept.to_string());
+            let copies = names.filter(|name| name.to_str().unwrap().contains("unsaved"));
+            assert_eq!(copies.count(), 3);
+            let copy = |name: String| fs::read_to_string(run.join(name)).unwrap();
+            assert_eq!(copy(format!("best.unsaved-{kept:04}/step")), kept.to_string());
+            assert_eq!(copy(format!("validation.unsaved-{kept:04}.jsonl")), point(kept));
+            assert_eq!(copy(format!("metrics.unsaved-{kept:04}.jsonl")), lines(0..kept));
+            assert_eq!(copy(METRICS.into()), "");
         }
+    }
+
+    #[test]
+    fn locked_runs_keep_their_partial_files() {
+        let parent = tempfile::tempdir().unwrap();
+        let run = parent.path().join("run");
+        RunFolder::create(&run, &spec()).unwrap();
+        let partial = folder_beside(&run.join(MODEL_FOLDER)).unwrap();
+        let mesh = DeviceMesh::cpu(1).unwrap();
+        let lock = checkpoints(&run, &spec());
+        lock.lock(&mesh).unwrap();
+        remove_leftovers(&run, &spec());
+        assert!(partial.path().exists());
+        drop(lock);
+        remove_leftovers(&run, &spec());
+        assert!(!partial.path().exists());
     }
 
     #[test]

@@ -17,7 +17,7 @@ use std::{
 };
 
 use minijinja::{
-    AutoEscape, Environment, ErrorKind, Value,
+    AutoEscape, Environment, ErrorKind, State, Value,
     syntax::SyntaxConfig,
     value::{Kwargs, Serde},
 };
@@ -25,14 +25,18 @@ use minijinja_contrib::pycompat;
 use serde::{Deserialize, Serialize};
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
-use crate::error::{Error, Result, tokenizer::TokenizerError};
+use crate::{
+    error::{Error, Result, tokenizer::TokenizerError},
+    text::namespaces,
+};
 
 /// The role of answers.
 const ASSISTANT: &str = "assistant";
 
-/// The maximum number of instructions of a rendering. It is more than any template needs, and stops
-/// endless loops. Memory is not limited: a template is a program that must be trusted.
-const FUEL: u64 = 50_000_000;
+/// The maximum number of instructions of a rendering. An instruction also pays for 64 bytes of texts
+/// and lists, so all together take at most 128 MB. It is more than any template needs, and stops
+/// endless loops.
+const FUEL: u64 = 2_000_000;
 
 /// The length limit of a template. The longest one that is known has 13 KB.
 const MAX_SOURCE_BYTES: usize = 1 << 16;
@@ -46,6 +50,9 @@ const STACK_BYTES: usize = 256 << 20;
 
 /// The maximum indentation that a template may request for JSON.
 const MAX_INDENT: usize = 64;
+
+/// The maximum number of digits of a width in Python's `format`.
+const MAX_WIDTH_DIGITS: usize = 3;
 
 /// A message of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -148,6 +155,12 @@ impl ChatTemplate {
 
     fn environment(&self) -> Result<&Environment<'static>, TokenizerError> {
         let compiled = self.compiled.get_or_init(|| {
+            if let Some(name) = namespaces::leaked_name(&self.source, syntax()) {
+                return Err(format!(
+                    "a value could contain itself, since `{name}` is used for more than the \
+                     attributes of a namespace"
+                ));
+            }
             let mut environment = environment();
             match environment.add_template_owned(Self::NAME, self.source.clone()) {
                 Ok(()) => Ok(environment),
@@ -213,7 +226,7 @@ impl fmt::Debug for ChatTemplate {
 }
 
 /// A writer into memory that fails beyond [`MAX_TEXT_BYTES`], and if its caller uses a third of the
-/// stack: a value that contains itself would be written without end.
+/// stack.
 struct BoundedWriter {
     text: Vec<u8>,
     /// The address of the stack before the first byte.
@@ -236,7 +249,7 @@ fn stack_address() -> usize {
 impl Write for BoundedWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if self.start.abs_diff(stack_address()) > STACK_BYTES / 3 {
-            return Err(io::Error::other("a value contains itself, or is nested too deeply"));
+            return Err(io::Error::other("a value is nested too deeply"));
         }
         if bytes.len() > MAX_TEXT_BYTES - self.text.len() {
             return Err(io::Error::other(format!("it is longer than {MAX_TEXT_BYTES} bytes")));
@@ -260,17 +273,50 @@ fn error_message(fault: &minijinja::Error) -> String {
 /// Returns Jinja as transformers configures it for chat templates, but without `strftime_now`: a text
 /// with the current date would have different tokens tomorrow, and the run could not be resumed.
 /// Templates that use this function have a default date for programs without it.
-#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
-    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-    environment.set_syntax(syntax.expect("the delimiters are the default ones"));
+    environment.set_syntax(syntax());
     environment.set_auto_escape_callback(|_| AutoEscape::None);
-    environment.set_unknown_method_callback(pycompat::unknown_method_callback);
+    environment.set_unknown_method_callback(call_method);
     environment.set_fuel(Some(FUEL));
     environment.add_function("raise_exception", raise_exception);
     environment.add_filter("tojson", to_json);
     environment
+}
+
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
+fn syntax() -> SyntaxConfig {
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    syntax.expect("the delimiters are the default ones")
+}
+
+/// Calls a method of Python. The filters `replace` and `join` compare the length of their result with
+/// the fuel before they take memory, so they run in place of the methods.
+fn call_method(
+    state: &mut State<'_, '_>,
+    value: &Value,
+    method: &str,
+    args: &[Value],
+) -> std::result::Result<Value, minijinja::Error> {
+    match (value.as_str(), method, args) {
+        (Some(_), "replace", _) => {
+            let args = [std::slice::from_ref(value), args].concat();
+            state.apply_filter("replace", &args)
+        }
+        (Some(_), "join", [items]) => state.apply_filter("join", &[items.clone(), value.clone()]),
+        (Some(text), "format", _) if has_wide_field(text) => {
+            let message = format!("a width has more than {MAX_WIDTH_DIGITS} digits");
+            Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+        }
+        _ => pycompat::unknown_method_callback(state, value, method, args),
+    }
+}
+
+/// Returns true if a field of a format text, such as `{:9}`, has a number that is too long.
+fn has_wide_field(format: &str) -> bool {
+    let fields = format.split('{').skip(1).filter_map(|rest| rest.split('}').next());
+    let mut numbers = fields.flat_map(|field| field.split(|letter: char| !letter.is_ascii_digit()));
+    numbers.any(|digits| digits.len() > MAX_WIDTH_DIGITS)
 }
 
 /// Fails with the reason why a template rejects a conversation.
@@ -392,9 +438,16 @@ mod tests {
             ("{% if %}", "syntax error"),
             ("{{ raise_exception('no such role') }}", "no such role"),
             // Values that contain themselves would be written without end.
-            ("{% set ns = namespace(s=1) %}{% set ns.s = ns %}{{ ns }}", "contains itself"),
-            ("{% set ns = namespace(s=1) %}{% set ns.s = [ns] %}{{ ns }}", ""),
-            ("{% set ns = namespace(s=1) %}{% set ns.s = [ns] %}{{ ns | tojson }}", "itself"),
+            ("{% set ns = namespace(s=1) %}{% set ns.s = ns %}{{ ns }}", "contain itself"),
+            ("{% set ns = namespace() %}{% set ns.s = [ns] %}{{ ns.s ~ 1 }}", "contain itself"),
+            ("{% set ns = namespace() %}{% set ns.s = [ns] %}{{ ns.s | pprint }}", "itself"),
+            // Texts that are longer than the memory of most machines.
+            ("{{ range(99999) | join('x' * 100000) }}", "fuel"),
+            ("{{ ('x' * 100000).join(range(99999)) }}", "fuel"),
+            ("{{ ('x' * 100000).replace('x', 'y' * 100000) }}", "fuel"),
+            ("{{ ('x' * 100000) | replace('x', 'y' * 100000) }}", "fuel"),
+            ("{{ '{:9999999999}'.format(1) }}", "digits"),
+            ("{{ '%9999999999d' | format(1) }}", ""),
             ("{{ messages[3].content }}", "undefined"),
             ("{{ strftime_now('%Y') }}", "strftime_now"),
             ("{{ 'x' * 1000000000000 }}", ""),
@@ -415,13 +468,20 @@ mod tests {
             assert!(fault.contains(words), "{source}: {fault}");
         }
         // Deeper nests than a stack of the usual size can hold.
+        let nest = "{% set ns = namespace(s=1) %}{% for a in range(999) %}{% for b in range(999) %}\
+                    {% set ns.s = [ns.s] %}{% endfor %}{% endfor %}";
         for source in [
+            nest.to_owned(),
+            nest.replace("(999)", "(400)") + "{{ ns.s ~ '' }}",
             format!("{{{{ {}1 }}}}", "-".repeat(30_000)),
             format!("{{{{ 1{} }}}}", "+1".repeat(20_000)),
             format!("{{{{ messages{} }}}}", ".a".repeat(30_000)),
         ] {
             drop(template(&source).render(&turns, false));
         }
+        let methods = "{{ 'aba'.replace('a', 'c', 1) }} {{ ', '.join(['x', 'y']) }} \
+                       {{ '{:3}|{}'.format('d', 20240101) }}";
+        assert_eq!(template(methods).render(&turns, false).unwrap(), "cba x, y d  |20240101");
         let widest = template("{{ messages | tojson(indent=64) }}").render(&turns, false).unwrap();
         assert!(widest.contains(&format!("\n{}\"role\"", " ".repeat(128))), "{widest}");
         let day = "{% if strftime_now is defined %}{{ strftime_now() }}{% else %}1{% endif %}";

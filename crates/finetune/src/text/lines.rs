@@ -1,7 +1,11 @@
 //! Reads the examples of a file: paragraphs of a text, or lines of JSON.
 
-use std::path::Path;
+use std::{fmt, path::Path};
 
+use serde::{
+    Deserialize, Deserializer,
+    de::{Error as _, MapAccess, SeqAccess, Visitor},
+};
 use serde_json::{Map, Value};
 
 use crate::{
@@ -92,7 +96,8 @@ const TOOL_CALLS: &str = "tool_calls";
 impl Item {
     /// Parses a line, or describes its fault for a message.
     fn parse(line: &str) -> Result<Self, String> {
-        match serde_json::from_str(line).map_err(|fault| format!("is not JSON ({fault})"))? {
+        let DistinctKeys(value) = serde_json::from_str(line).map_err(|fault| json_fault(&fault))?;
+        match value {
             Value::String(text) => Ok(Self::Text(text)),
             Value::Object(mut fields) => Self::from_fields(&mut fields),
             _ => Err("is neither a string nor an object".into()),
@@ -129,6 +134,78 @@ impl Item {
             Self::Answer { .. } => "a prompt and a completion",
             Self::Messages(_) => "messages",
         }
+    }
+}
+
+/// Describes why a line cannot be read.
+fn json_fault(fault: &serde_json::Error) -> String {
+    let text = fault.to_string();
+    match text.rsplit_once(" at line ") {
+        // The place in the line would be taken for a place in the file.
+        Some((repeated, _)) if fault.is_data() => repeated.into(),
+        _ => format!("is not JSON ({text})"),
+    }
+}
+
+/// A value of JSON without repeated keys, of which a [`Value`] would keep the last.
+struct DistinctKeys(Value);
+
+impl<'de> Deserialize<'de> for DistinctKeys {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(DistinctKeysVisitor).map(Self)
+    }
+}
+
+struct DistinctKeysVisitor;
+
+impl<'de> Visitor<'de> for DistinctKeysVisitor {
+    type Value = Value;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("JSON")
+    }
+
+    fn visit_unit<E>(self) -> Result<Value, E> {
+        Ok(Value::Null)
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
+        let mut values = Vec::new();
+        while let Some(DistinctKeys(value)) = items.next_element()? {
+            values.push(value);
+        }
+        Ok(values.into())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Value, A::Error> {
+        let mut fields = Map::new();
+        while let Some((name, DistinctKeys(value))) = entries.next_entry::<String, _>()? {
+            if fields.contains_key(&name) {
+                return Err(A::Error::custom(format_args!("has the field {name:?} twice")));
+            }
+            fields.insert(name, value);
+        }
+        Ok(fields.into())
     }
 }
 
@@ -177,6 +254,23 @@ mod tests {
             let found = items(Path::new(path), content).unwrap();
             let found: Vec<Item> = found.into_iter().map(|(_, item)| item).collect();
             assert_eq!(found, [Item::Text("a text".to_owned())], "{path}");
+        }
+    }
+
+    #[test]
+    fn repeated_fields_are_rejected() {
+        let found = |lines: &str| items(Path::new("a.jsonl"), lines).map(|items| items.len());
+        let message =
+            r#"{"messages": [{"role": "assistant", "content": "1", "n": [1, -1, 0.5, null]}]}"#;
+        assert_eq!(found(message).unwrap(), 1);
+        for (field, line) in [
+            ("text", r#"{"text": "a", "text": "b"}"#.to_owned()),
+            ("role", message.replace(r#""n""#, r#""role": "user", "n""#)),
+        ] {
+            let fault = found(&format!("\n{line}")).unwrap_err().to_string();
+            let words = format!("has the field {field:?} twice: ");
+            assert!(fault.contains("a.jsonl") && fault.contains("line 2"), "{fault}");
+            assert!(fault.contains(&words), "{fault}");
         }
     }
 }

@@ -4,6 +4,7 @@ pub(crate) mod byte_tokenizer;
 pub(crate) mod chat;
 pub(crate) mod examples;
 mod lines;
+mod namespaces;
 pub(crate) mod source;
 pub(crate) mod stories;
 pub(crate) mod tokenizer;

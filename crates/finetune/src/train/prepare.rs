@@ -24,7 +24,7 @@ use crate::{
     error::{Result, run::RunError, spec::SpecError},
     folder::Folder,
     run::{
-        folder::{RunSnapshot, check_empty, checkpoints, contents, is_complete},
+        folder::{RunSnapshot, check_empty, checkpoints, contents, is_complete, remove_leftovers},
         resumed::ResumePoint,
         validation_set::ValidationSet,
     },
@@ -73,7 +73,7 @@ pub struct PreparedRun {
 
 impl RunOptions {
     /// Reads the model, the texts and the checkpoints, and checks the run for `world_size` devices.
-    /// Nothing is written.
+    /// Nothing is written; partial files that a killed process left in a complete run are removed.
     ///
     /// # Errors
     ///
@@ -96,6 +96,7 @@ impl RunOptions {
             self.check_resumed(known)?;
             // Before the texts are read: a complete run needs none.
             if is_complete(path, known)? {
+                remove_leftovers(path, known);
                 return Ok(Start::Complete(path.into()));
             }
         }

@@ -535,7 +535,10 @@ mod tests {
         assert_eq!(events(trainer(&options)), expected);
         assert!(home.path().join("run/best/model.safetensors").exists());
         let again = RunOptions { resume: true, ..options };
+        let partial = home.path().join("run/.000000000000cafe.partial");
+        fs::write(&partial, "left by a kill").unwrap();
         let start = again.prepare(WorldSize::new(3).unwrap()).unwrap();
+        assert!(!partial.exists());
         assert!(matches!(start, Start::Complete(path) if path == home.path().join("run")));
     }
 

@@ -28,8 +28,8 @@ impl Args {
         ))
     }
 
-    /// Rejects a run whose predicted memory is above the limit of this process, and warns if it is
-    /// above the memory of this machine.
+    /// Rejects a run whose memory may be above the limit of this process, and warns if it may be above
+    /// the memory of this machine.
     pub(super) fn check_memory(&self, process: ProcessPlace, run: &PreparedRun) -> Result<()> {
         // Opening the mesh rejects a number of devices that is too large for any machine.
         let n_devices = process.placement.world_size().as_usize();
@@ -38,8 +38,13 @@ impl Args {
         }
         let steps = run.steps()?;
         let workload = run.workload(&steps, process.ranks()).with_check(self.check);
-        let needed = workload.predict()?.total();
-        tracing::info!("this process will take about {}", HumanBytes(needed.into()));
+        let predicted = workload.predict()?;
+        let needed = predicted.upper_bound();
+        tracing::info!(
+            "this process will take about {}, and at most {}",
+            HumanBytes(predicted.total().into()),
+            HumanBytes(needed.into())
+        );
         if let Some(limit) = self.limit(process)
             && limit.share() < needed
         {
@@ -53,7 +58,7 @@ impl Args {
             && available < needed_here
         {
             output::warning(format_args!(
-                "the run will take about {} on this machine, which has {}",
+                "the run may take {} on this machine, which has {}",
                 HumanBytes(needed_here.into()),
                 HumanBytes(available.into())
             ));
