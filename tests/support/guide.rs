@@ -8,6 +8,7 @@ macro_rules! pages {
 
 pages! {
     QuickStart: "../../docs/index.md";
+    ReadMyData: "../../docs/guide/read-my-data.md";
     SplitData: "../../docs/guide/split-data.md";
     CutPadding: "../../docs/guide/cut-padding.md";
     WillItFit: "../../docs/guide/will-it-fit.md";
