@@ -2,6 +2,8 @@
 //!
 //! `cargo run --release -p data-loader --example histories -- 10000`
 
+#![allow(clippy::print_stdout, reason = "an example prints its results")]
+
 #[path = "../tests/all/histories.rs"]
 mod histories;
 

@@ -2,6 +2,8 @@
 //!
 //! `cargo run --release -p data-loader --example throughput -- 200000`
 
+#![allow(clippy::print_stdout, reason = "an example prints its results")]
+
 use std::{
     fs::{self, File},
     io::{BufWriter, Write},

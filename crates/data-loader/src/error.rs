@@ -92,14 +92,14 @@ pub enum Error {
         /// Valid values.
         expected: &'static str,
     },
-    /// A loader got another number of lengths, or of samples to order, than the data set has.
-    #[error("{what} is for {found} samples, the data set has {expected}")]
+    /// A list of lengths or an open shard has another number of samples than expected.
+    #[error("{what} has {found} samples, it must have {expected}")]
     LengthMismatch {
-        /// Lengths or sampler.
+        /// Lengths or shard.
         what: &'static str,
         /// Its number of samples.
         found: u64,
-        /// Number of samples of the data set.
+        /// Expected number.
         expected: u64,
     },
     /// An epoch has no batch.
@@ -209,20 +209,15 @@ pub enum Error {
 }
 
 /// The reason why a NumPy array cannot be read.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NpyFault {
-    /// The file has no header of version 1, 2 or 3.
-    #[error("it has no NumPy header of version 1, 2 or 3")]
+    /// The header cannot be read.
+    #[error("failed to read its header")]
+    Io(#[from] io::Error),
+    /// The file has no header of version 1, 2 or 3 with at most 10,000 bytes.
+    #[error("it has no NumPy header of version 1, 2 or 3 with at most 10000 bytes")]
     NoHeader,
-    /// The header is too long.
-    #[error("its header has {bytes} bytes, the limit is {max}")]
-    HeaderTooLong {
-        /// Bytes of the header.
-        bytes: u64,
-        /// Limit.
-        max: u64,
-    },
     /// The header is not a dictionary with dtype, order and shape.
     #[error("its header is invalid: {header}")]
     InvalidHeader {

@@ -1,5 +1,4 @@
 //! [`BoxError`]: crate::BoxError
-//! [`CachedDataset`]: crate::CachedDataset
 //! [`ConcatDataset`]: crate::ConcatDataset
 //! [`DataLoader`]: crate::DataLoader
 //! [`Dataset`]: crate::Dataset
@@ -19,7 +18,6 @@
 //! [`PrefetchBuilder`]: crate::PrefetchBuilder
 //! [`PrefetchIter`]: crate::PrefetchIter
 //! [`SampleBatch`]: crate::SampleBatch
-//! [`SeededMapDataset`]: crate::SeededMapDataset
 //! [`ShardSource`]: crate::ShardSource
 //! [`ShardedDataset`]: crate::ShardedDataset
 //! [`SkippedSample`]: crate::SkippedSample
@@ -49,9 +47,8 @@ mod read;
 pub use crate::{
     dataset::{
         Dataset,
-        cached::CachedDataset,
         concat::{ConcatDataset, concat},
-        map::{MapDataset, SeededMapDataset},
+        map::MapDataset,
         measure::measure,
         subset::SubsetDataset,
     },

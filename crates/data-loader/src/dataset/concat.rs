@@ -20,14 +20,18 @@ use crate::{
 /// ```
 pub fn concat<D: Dataset>(datasets: impl IntoIterator<Item = D>) -> ConcatDataset<D> {
     let datasets: Vec<D> = datasets.into_iter().collect();
-    let mut ends = Vec::with_capacity(datasets.len());
-    let mut end = 0_u64;
-    for dataset in &datasets {
-        // Samplers reject the saturated length.
-        end = end.saturating_add(dataset.len());
-        ends.push(end);
-    }
+    let ends = ends_of(datasets.iter().map(Dataset::len));
     ConcatDataset { datasets, ends }
+}
+
+/// Returns the end of each range of these lengths. A sum beyond 64 bits saturates, and samplers
+/// reject it as a length.
+pub(crate) fn ends_of(lens: impl IntoIterator<Item = u64>) -> Vec<u64> {
+    let add = |end: &mut u64, len| {
+        *end = end.saturating_add(len);
+        Some(*end)
+    };
+    lens.into_iter().scan(0, add).collect()
 }
 
 /// Several data sets, one after the other, from [`concat`].
@@ -36,13 +40,6 @@ pub struct ConcatDataset<D> {
     datasets: Vec<D>,
     /// End of each data set.
     ends: Vec<u64>,
-}
-
-impl<D: Dataset> ConcatDataset<D> {
-    /// Returns the number of the data set and the index in it.
-    fn locate(&self, index: u64) -> Result<(usize, u64)> {
-        locate(&self.ends, index)
-    }
 }
 
 /// Returns the range that contains `index`, and the index in it, given the ends of the ranges.
@@ -63,18 +60,18 @@ impl<D: Dataset> Dataset for ConcatDataset<D> {
     }
 
     fn read(&self, index: u64) -> Result<D::Item, BoxError> {
-        let (dataset, index) = self.locate(index)?;
+        let (dataset, index) = locate(&self.ends, index)?;
         self.datasets[dataset].read(index)
     }
 
     fn read_seeded(&self, index: u64, seed: Seed) -> Result<D::Item, BoxError> {
-        let (dataset, index) = self.locate(index)?;
+        let (dataset, index) = locate(&self.ends, index)?;
         self.datasets[dataset].read_seeded(index, seed)
     }
 
     fn prefetch(&self, indices: &[u64]) {
         let mut per_dataset = vec![Vec::new(); self.datasets.len()];
-        for (dataset, index) in indices.iter().filter_map(|&index| self.locate(index).ok()) {
+        for (dataset, index) in indices.iter().filter_map(|&index| locate(&self.ends, index).ok()) {
             per_dataset[dataset].push(index);
         }
         for (dataset, indices) in self.datasets.iter().zip(&per_dataset) {

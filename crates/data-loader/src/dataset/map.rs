@@ -1,7 +1,5 @@
 //! Data sets whose samples are changed when they are read.
 
-use std::fmt;
-
 use core_types::Seed;
 
 use crate::{
@@ -9,12 +7,17 @@ use crate::{
     error::{BoxError, Result},
 };
 
-/// Changed samples, from [`Dataset::map`].
-#[derive(Clone)]
+/// Changed samples, from [`Dataset::map`] and [`Dataset::map_seeded`].
+#[derive(Clone, Debug)]
 pub struct MapDataset<D, F> {
     dataset: D,
     f: F,
 }
+
+/// Random streams of a sample's seed: for the data set below, and for the function. With the same
+/// stream, nested random changes would be correlated.
+const BELOW_STREAM: u64 = 0;
+const FUNCTION_STREAM: u64 = 1;
 
 impl<D, F> MapDataset<D, F> {
     pub(crate) fn new(dataset: D, f: F) -> Self {
@@ -26,53 +29,6 @@ impl<D, T, F> Dataset for MapDataset<D, F>
 where
     D: Dataset,
     T: Send + 'static,
-    F: Fn(D::Item) -> Result<T, BoxError> + Send + Sync,
-{
-    type Item = T;
-
-    fn len(&self) -> u64 {
-        self.dataset.len()
-    }
-
-    fn read(&self, index: u64) -> Result<T, BoxError> {
-        (self.f)(self.dataset.read(index)?)
-    }
-
-    fn read_seeded(&self, index: u64, seed: Seed) -> Result<T, BoxError> {
-        (self.f)(self.dataset.read_seeded(index, seed)?)
-    }
-
-    fn prefetch(&self, indices: &[u64]) {
-        self.dataset.prefetch(indices);
-    }
-
-    fn fingerprint(&self) -> Option<u64> {
-        self.dataset.fingerprint()
-    }
-}
-
-/// Samples with random changes, from [`Dataset::map_seeded`].
-#[derive(Clone)]
-pub struct SeededMapDataset<D, F> {
-    dataset: D,
-    f: F,
-}
-
-/// Random streams of a sample's seed: for the data set below, and for the function. With the same
-/// stream, nested random changes would be correlated.
-const BELOW_STREAM: u64 = 0;
-const FUNCTION_STREAM: u64 = 1;
-
-impl<D, F> SeededMapDataset<D, F> {
-    pub(crate) fn new(dataset: D, f: F) -> Self {
-        Self { dataset, f }
-    }
-}
-
-impl<D, T, F> Dataset for SeededMapDataset<D, F>
-where
-    D: Dataset,
-    T: Send + 'static,
     F: Fn(D::Item, Seed) -> Result<T, BoxError> + Send + Sync,
 {
     type Item = T;
@@ -81,7 +37,7 @@ where
         self.dataset.len()
     }
 
-    /// Reads a sample with the random changes of a fixed seed.
+    /// Reads a sample. Random changes are those of a fixed seed.
     fn read(&self, index: u64) -> Result<T, BoxError> {
         self.read_seeded(index, Seed::default().derive(index))
     }
@@ -97,17 +53,5 @@ where
 
     fn fingerprint(&self) -> Option<u64> {
         self.dataset.fingerprint()
-    }
-}
-
-impl<D: fmt::Debug, F> fmt::Debug for MapDataset<D, F> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MapDataset").field("dataset", &self.dataset).finish_non_exhaustive()
-    }
-}
-
-impl<D: fmt::Debug, F> fmt::Debug for SeededMapDataset<D, F> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SeededMapDataset").field("dataset", &self.dataset).finish_non_exhaustive()
     }
 }

@@ -1,6 +1,5 @@
 //! Data sets: samples that can be read in any order.
 
-pub(crate) mod cached;
 pub(crate) mod concat;
 pub(crate) mod map;
 pub(crate) mod measure;
@@ -11,11 +10,7 @@ use std::sync::Arc;
 use core_types::Seed;
 
 use crate::{
-    dataset::{
-        cached::CachedDataset,
-        map::{MapDataset, SeededMapDataset},
-        subset::SubsetDataset,
-    },
+    dataset::{map::MapDataset, subset::SubsetDataset},
     error::{BoxError, Error, Result},
 };
 
@@ -96,13 +91,16 @@ pub trait Dataset: Send + Sync {
     }
 
     /// Returns the same samples, each changed by `f` when it is read.
-    fn map<T, F>(self, f: F) -> MapDataset<Self, F>
+    fn map<T, F>(
+        self,
+        f: F,
+    ) -> MapDataset<Self, impl Fn(Self::Item, Seed) -> Result<T, BoxError> + Send + Sync>
     where
         Self: Sized,
         T: Send + 'static,
         F: Fn(Self::Item) -> Result<T, BoxError> + Send + Sync,
     {
-        MapDataset::new(self, f)
+        MapDataset::new(self, move |sample, _| f(sample))
     }
 
     /// Like [`map`](Self::map), with a seed for random changes.
@@ -130,13 +128,13 @@ pub trait Dataset: Send + Sync {
     /// assert_eq!(epoch(0)?, epoch(2)?);
     /// # Ok::<(), data_loader::Error>(())
     /// ```
-    fn map_seeded<T, F>(self, f: F) -> SeededMapDataset<Self, F>
+    fn map_seeded<T, F>(self, f: F) -> MapDataset<Self, F>
     where
         Self: Sized,
         T: Send + 'static,
         F: Fn(Self::Item, Seed) -> Result<T, BoxError> + Send + Sync,
     {
-        SeededMapDataset::new(self, f)
+        MapDataset::new(self, f)
     }
 
     /// Returns the samples at these indices, which may repeat.
@@ -162,19 +160,6 @@ pub trait Dataset: Send + Sync {
         Self: Sized,
     {
         subset::random_split(self, fractions, seed)
-    }
-
-    /// Keeps samples in memory once they are read, up to a number of bytes. `bytes` returns the
-    /// size of a sample.
-    ///
-    /// Samples with random changes would be kept with the changes of one epoch: call
-    /// [`map_seeded`](Self::map_seeded) after this method.
-    fn cached(self, max_bytes: u64, bytes: fn(&Self::Item) -> u64) -> CachedDataset<Self>
-    where
-        Self: Sized,
-        Self::Item: Clone + Sync,
-    {
-        CachedDataset::new(self, max_bytes, bytes)
     }
 }
 

@@ -1,6 +1,6 @@
 //! The settings of a loader.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{collections::VecDeque, fmt, sync::Arc, time::Duration};
 
 use core_types::{Placement, Seed};
 use dist_sampler::{DistributedSampler, Order, Partition, SamplerConfig, Tail};
@@ -11,9 +11,9 @@ use crate::{
     error::{BoxError, Error, Result},
     loader::{
         DataLoader,
-        fetch::{MakeBatch, SampleBatch, make_batch},
+        fetch::{SampleBatch, make_batch},
         plan::{BatchPlan, DynamicPlan, FixedPlan, SharedLengths},
-        skipped::OnError,
+        skipped::{OnError, SkippedSamples},
     },
     queue::pool::WorkerPool,
 };
@@ -163,7 +163,7 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     /// # Errors
     ///
     /// - [`Error::Setting`] for settings that are 0 or contradict each other.
-    /// - [`Error::LengthMismatch`] if lengths or sampler are for another number of samples.
+    /// - [`Error::LengthMismatch`] if the lengths are for another number of samples.
     /// - [`Error::NoBatches`] and [`Error::UnevenBatches`] for batches of a fixed size; planned
     ///   batches are checked at the start of an epoch.
     /// - [`Error::Sampler`], [`Error::Batch`] and [`Error::Threads`].
@@ -175,58 +175,61 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     {
         self.check()?;
         let sampler = self.make_sampler()?;
-        let seed = self.seed.unwrap_or(sampler.config().seed).derive(SAMPLE_STREAM);
+        let sample_seed = self.seed.unwrap_or(sampler.config().seed).derive(SAMPLE_STREAM);
         let fingerprint = self.dataset.fingerprint();
-        let Self { dataset, on_error, workers, batches, step_config, seed: shuffle, .. } = self;
-        let plan = match batches {
+        let Self { dataset, on_error, workers, batches, step_config, seed, .. } = self;
+        let plan: Box<dyn BatchPlan> = match batches {
             None => {
                 let batch_size = self.batch_size.unwrap_or(1);
-                let plan = FixedPlan::new(sampler, batch_size, self.drops_last, self.is_uneven)?;
-                BatchPlan::Fixed(plan)
+                Box::new(FixedPlan::new(sampler, batch_size, self.drops_last, self.is_uneven)?)
             }
             Some((config, lengths)) => {
-                let shuffle = shuffle.map(|seed| seed.derive(BATCH_STREAM));
                 let default = DistributedConfig::default();
-                let default = shuffle.map_or(default, |seed| default.with_shuffle(seed));
+                let default =
+                    seed.map_or(default, |seed| default.with_shuffle(seed.derive(BATCH_STREAM)));
                 let step_config = step_config.unwrap_or(default);
-                let plan = DynamicPlan::new(sampler, lengths, config, step_config)?;
-                BatchPlan::Dynamic(Box::new(plan))
+                Box::new(DynamicPlan::new(sampler, lengths, config, step_config)?)
             }
         };
-        let make: Arc<MakeBatch<T>> = Arc::new(move |job| make_batch(&dataset, on_error, &f, job));
-        let pool = workers.start()?;
-        Ok(DataLoader::new(plan, make, pool, workers, on_error, seed, fingerprint))
+        let start = || WorkerPool::start(workers.n_workers, workers.timeout);
+        let pool = (workers.n_workers > 0).then(start).transpose()?;
+        Ok(DataLoader {
+            plan,
+            epoch: None,
+            n_taken: 0,
+            n_started: 0,
+            pending: VecDeque::new(),
+            is_cancelled: Arc::default(),
+            make: Arc::new(move |job| make_batch(&dataset, on_error, &f, job)),
+            pool,
+            workers,
+            on_error,
+            skipped: SkippedSamples::default(),
+            seed: sample_seed,
+            fingerprint,
+        })
     }
 
     /// Checks settings that need nothing else.
     fn check(&self) -> Result<()> {
         let WorkerSettings { n_workers, prefetch_factor, timeout } = self.workers;
-        let checks = [
-            (self.batch_size != Some(0), "the batch size", "at least 1"),
-            (n_workers == 0 || prefetch_factor > 0, "the prefetch factor", "at least 1"),
-        ];
-        for (is_valid, name, expected) in checks {
-            if !is_valid {
-                return Err(Error::setting(name, &0, expected));
+        let is_planned = self.batches.is_some();
+        let one = "at least 1";
+        let no_lengths = "unset if batches are planned by lengths";
+        let has_two_orders = self.sampler.is_some() && self.seed.is_some();
+        for (is_invalid, name, expected) in [
+            (self.batch_size == Some(0), "the batch size", one),
+            (n_workers > 0 && prefetch_factor == 0, "the prefetch factor", one),
+            (is_planned && self.batch_size.is_some(), "the batch size", no_lengths),
+            (is_planned && self.drops_last, "`drop_last`", no_lengths),
+            (!is_planned && self.step_config.is_some(), "`steps`", "unset without `batches`"),
+            (has_two_orders, "`shuffle`", "unset if there is a sampler"),
+            (timeout.is_some() && n_workers == 0, "`timeout`", "unset without workers"),
+        ] {
+            if is_invalid {
+                let value = if expected == one { "0" } else { "set" };
+                return Err(Error::setting(name, value, expected));
             }
-        }
-        let conflicts = [
-            (self.batches.is_some() && self.batch_size.is_some(), "the batch size"),
-            (self.batches.is_some() && self.drops_last, "`drop_last`"),
-        ];
-        for (is_conflict, name) in conflicts {
-            if is_conflict {
-                return Err(Error::setting(name, "set", "unset if batches are planned by lengths"));
-            }
-        }
-        if self.batches.is_none() && self.step_config.is_some() {
-            return Err(Error::setting("`steps`", "set", "unset without planned batches"));
-        }
-        if self.sampler.is_some() && self.seed.is_some() {
-            return Err(Error::setting("`shuffle`", "set", "unset if there is a sampler"));
-        }
-        if timeout.is_some() && n_workers == 0 {
-            return Err(Error::setting("`timeout`", "set", "unset without workers"));
         }
         Ok(())
     }
@@ -234,7 +237,11 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     fn make_sampler(&self) -> Result<DistributedSampler> {
         let n_samples = self.dataset.len();
         if let Some((_, lengths)) = &self.batches {
-            check_len("the list of lengths", lengths.count(), n_samples)?;
+            let (found, expected) = (lengths.count(), n_samples);
+            if found != expected {
+                let what = "the list of lengths";
+                return Err(Error::LengthMismatch { what, found, expected });
+            }
         }
         match (&self.sampler, self.placement) {
             (Some(sampler), None) => Ok(sampler.clone()),
@@ -256,18 +263,7 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     }
 }
 
-fn check_len(what: &'static str, found: u64, expected: u64) -> Result<()> {
-    if found == expected { Ok(()) } else { Err(Error::LengthMismatch { what, found, expected }) }
-}
-
 impl WorkerSettings {
-    fn start(self) -> Result<Option<WorkerPool>> {
-        match self.n_workers {
-            0 => Ok(None),
-            n_workers => WorkerPool::start(n_workers, self.timeout).map(Some),
-        }
-    }
-
     /// Returns the maximum number of batches that are ready or in progress.
     pub(crate) fn depth(self) -> usize {
         self.n_workers.saturating_mul(self.prefetch_factor)
@@ -276,11 +272,6 @@ impl WorkerSettings {
 
 impl<D> fmt::Debug for LoaderBuilder<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LoaderBuilder")
-            .field("batch_size", &self.batch_size)
-            .field("sampler", &self.sampler)
-            .field("placement", &self.placement)
-            .field("workers", &self.workers)
-            .finish_non_exhaustive()
+        f.debug_struct("LoaderBuilder").field("workers", &self.workers).finish_non_exhaustive()
     }
 }

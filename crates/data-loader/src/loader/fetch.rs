@@ -88,15 +88,11 @@ pub(crate) struct BatchJob {
     pub(crate) progress: Arc<JobProgress>,
 }
 
-/// A batch with the samples that it skips.
-#[derive(Debug)]
-pub(crate) struct MadeBatch<T> {
-    pub(crate) result: Result<T>,
-    pub(crate) skipped: Vec<SkippedSample>,
-}
+/// A batch, and the samples that it skips.
+pub(crate) type MadeBatch<T> = (Result<T>, Vec<SkippedSample>);
 
 /// Makes a batch from its samples.
-pub(crate) type MakeBatch<T> = dyn Fn(BatchJob) -> MadeBatch<T> + Send + Sync;
+pub(crate) type MakeBatch<T> = dyn Fn(&BatchJob) -> MadeBatch<T> + Send + Sync;
 
 /// The activity of the thread that makes a batch, for other threads to see.
 ///
@@ -121,10 +117,6 @@ impl JobProgress {
         self.sample.store(sample, Ordering::Relaxed);
     }
 
-    fn is_cancelled(&self) -> bool {
-        self.is_cancelled.load(Ordering::Relaxed)
-    }
-
     /// Returns the activity in words.
     pub(crate) fn describe(&self) -> String {
         match self.sample.load(Ordering::Relaxed) {
@@ -140,48 +132,45 @@ pub(crate) fn make_batch<D: Dataset, T>(
     dataset: &D,
     on_error: OnError,
     collate: impl Fn(SampleBatch<D::Item>) -> Result<T, BoxError>,
-    job: BatchJob,
+    job: &BatchJob,
 ) -> MadeBatch<T> {
-    let BatchJob { epoch, planned, seed, progress } = job;
-    let number = planned.number;
     let mut skipped = Vec::new();
-    let samples =
-        match read_samples(dataset, on_error, epoch, planned, seed, &progress, &mut skipped) {
-            Ok(samples) => samples,
-            Err(error) => return MadeBatch { result: Err(error), skipped },
-        };
-    if samples.items.is_empty() {
-        let result = Err(Error::EmptyBatch { epoch: epoch.as_u64(), batch: number });
-        return MadeBatch { result, skipped };
-    }
-    progress.set(COLLATING);
-    let error = |source| Error::Collate { epoch: epoch.as_u64(), batch: number, source };
-    MadeBatch { result: collate(samples).map_err(error), skipped }
+    let epoch = job.epoch.as_u64();
+    let batch = job.planned.number;
+    let result = read_samples(dataset, on_error, job, &mut skipped).and_then(|samples| {
+        if samples.items.is_empty() {
+            return Err(Error::EmptyBatch { epoch, batch });
+        }
+        job.progress.set(COLLATING);
+        collate(samples).map_err(|source| Error::Collate { epoch, batch, source })
+    });
+    (result, skipped)
 }
 
 fn read_samples<D: Dataset>(
     dataset: &D,
     on_error: OnError,
-    epoch: Epoch,
-    planned: PlannedBatch,
-    seed: Seed,
-    progress: &JobProgress,
+    job: &BatchJob,
     skipped: &mut Vec<SkippedSample>,
 ) -> Result<SampleBatch<D::Item>> {
-    let PlannedBatch { number, mut batch, is_padding, lengths } = planned;
+    let PlannedBatch { number, batch, is_padding, lengths } = &job.planned;
     dataset.prefetch(&batch.indices);
-    let indices = std::mem::take(&mut batch.indices);
-    let has_lengths = lengths.is_some();
-    let items = Vec::with_capacity(indices.len());
-    let mut samples =
-        SampleBatch { epoch, number, batch, items, is_padding: Vec::new(), has_lengths };
-    for (position, (index, is_padding)) in indices.into_iter().zip(is_padding).enumerate() {
-        if progress.is_cancelled() {
+    let mut samples = SampleBatch {
+        epoch: job.epoch,
+        number: *number,
+        batch: batch.clone(),
+        items: Vec::with_capacity(batch.len()),
+        is_padding: Vec::with_capacity(batch.len()),
+        has_lengths: lengths.is_some(),
+    };
+    samples.batch.indices.clear();
+    for (position, (&index, &is_padding)) in batch.indices.iter().zip(is_padding).enumerate() {
+        if job.progress.is_cancelled.load(Ordering::Relaxed) {
             // Nobody takes this batch.
             break;
         }
-        progress.set(index);
-        match dataset.read_seeded(index, seed.derive(index)) {
+        job.progress.set(index);
+        match dataset.read_seeded(index, job.seed.derive(index)) {
             Ok(item) => {
                 samples.batch.indices.push(index);
                 samples.items.push(item);
@@ -193,7 +182,7 @@ fn read_samples<D: Dataset>(
             Err(error) => {
                 let length = lengths.as_ref().map_or(1, |lengths| lengths[position]);
                 samples.batch.real_tokens = samples.batch.real_tokens.saturating_sub(length);
-                skipped.push(SkippedSample { epoch, index, error });
+                skipped.push(SkippedSample { epoch: job.epoch, index, error });
             }
         }
     }

@@ -9,7 +9,6 @@ pub(crate) mod state;
 use std::{
     collections::VecDeque,
     fmt,
-    iter::FusedIterator,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -70,7 +69,7 @@ use crate::{
 /// ```
 #[must_use = "iterators are lazy and do nothing unless consumed"]
 pub struct DataLoader<T> {
-    plan: BatchPlan,
+    plan: Box<dyn BatchPlan>,
     epoch: Option<Epoch>,
     /// Number of batches that were returned since the position of the plan.
     n_taken: u64,
@@ -99,32 +98,6 @@ struct PendingBatch<T> {
 }
 
 impl<T: Send + 'static> DataLoader<T> {
-    fn new(
-        plan: BatchPlan,
-        make: Arc<MakeBatch<T>>,
-        pool: Option<WorkerPool>,
-        workers: WorkerSettings,
-        on_error: OnError,
-        seed: Seed,
-        fingerprint: Option<u64>,
-    ) -> Self {
-        Self {
-            plan,
-            epoch: None,
-            n_taken: 0,
-            n_started: 0,
-            pending: VecDeque::new(),
-            is_cancelled: Arc::default(),
-            make,
-            pool,
-            workers,
-            on_error,
-            skipped: SkippedSamples::default(),
-            seed,
-            fingerprint,
-        }
-    }
-
     /// Returns the batch that the plan has next, as a job.
     fn next_job(&mut self, epoch: Epoch) -> BatchJob {
         let planned = self.plan.next_batch(self.n_started);
@@ -142,7 +115,7 @@ impl<T: Send + 'static> DataLoader<T> {
             let Some(pool) = &self.pool else { break };
             let (number, progress) = (job.planned.number, Arc::clone(&job.progress));
             let make = Arc::clone(&self.make);
-            let result = pool.submit(move || make(job));
+            let result = pool.submit(move || make(&job));
             self.pending.push_back(PendingBatch { number, progress, result });
         }
     }
@@ -153,7 +126,7 @@ impl<T: Send + 'static> DataLoader<T> {
         self.n_taken += 1;
         if self.pool.is_none() {
             let job = self.next_job(epoch);
-            return Ok((self.make)(job));
+            return Ok((self.make)(&job));
         }
         self.start_batches(epoch);
         #[expect(clippy::expect_used, reason = "the epoch has a batch, so one was started")]
@@ -170,9 +143,8 @@ impl<T: Send + 'static> DataLoader<T> {
     }
 
     /// Counts the skipped samples of a batch that is taken.
-    fn count_skipped(&mut self, made: MadeBatch<T>) -> Result<T> {
-        let mut result = made.result;
-        for sample in made.skipped {
+    fn count_skipped(&mut self, (mut result, skipped): MadeBatch<T>) -> Result<T> {
+        for sample in skipped {
             let OnError::Skip { at_most } = self.on_error else { break };
             if self.skipped.count >= at_most {
                 result = Err(Error::TooManySkipped {
@@ -250,6 +222,51 @@ impl<T> DataLoader<T> {
     /// the state belongs to another data set, order, seed or batch size. The loader is then
     /// unchanged.
     pub fn load_state_dict(&mut self, state: &LoaderState) -> Result<()> {
+        self.resume(state, None)
+    }
+
+    /// Like [`load_state_dict`](Self::load_state_dict), and mixes the data sets of a mixture by
+    /// other weights from this position on.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`load_state_dict`](Self::load_state_dict), and [`Error::Setting`] if batches
+    /// are planned by lengths.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use core_types::{Epoch, Placement};
+    /// use data_loader::{DataLoader, SampleBatch, concat};
+    /// use dist_sampler::{DistributedSampler, MixtureEnd, MixturePart, SamplerConfig};
+    ///
+    /// let make = || -> Result<_, Box<dyn std::error::Error>> {
+    ///     let parts = [MixturePart::new(100, 3), MixturePart::new(100, 1)];
+    ///     let (end, config) = (MixtureEnd::Repeat { len: 400 }, SamplerConfig::default());
+    ///     let mixture = DistributedSampler::mixture(&parts, end, Placement::SINGLE, config)?;
+    ///     let builder = DataLoader::builder(concat([vec!['a'; 100], vec!['b'; 100]]));
+    ///     let collate = |samples: SampleBatch<char>| Ok(samples.items);
+    ///     Ok(builder.sampler(mixture).batch_size(40).collate(collate)?)
+    /// };
+    /// let count_b = |batch: &[char]| batch.iter().filter(|part| **part == 'b').count();
+    /// let mut first = make()?;
+    /// first.set_epoch(Epoch::ZERO)?;
+    /// assert_eq!(count_b(&first.next().expect("a batch")?), 10);
+    ///
+    /// let mut second = make()?;
+    /// second.load_state_dict_with_weights(&first.state_dict(), &[1, 1])?;
+    /// assert_eq!(count_b(&second.next().expect("a batch")?), 20);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn load_state_dict_with_weights(
+        &mut self,
+        state: &LoaderState,
+        weights: &[u64],
+    ) -> Result<()> {
+        self.resume(state, Some(weights))
+    }
+
+    fn resume(&mut self, state: &LoaderState, weights: Option<&[u64]>) -> Result<()> {
         if state.format_version != LoaderState::VERSION {
             return Err(Error::StateVersion {
                 version: state.format_version,
@@ -267,7 +284,7 @@ impl<T> DataLoader<T> {
             _ => {}
         }
         if state.position != LoaderPosition::Start {
-            self.plan.resume(&state.position)?;
+            self.plan.resume(&state.position, weights)?;
         }
         self.start_at(state.epoch());
         self.skipped.count = state.skipped;
@@ -306,8 +323,6 @@ impl<T: Send + 'static> Iterator for DataLoader<T> {
 
 impl<T: Send + 'static> ExactSizeIterator for DataLoader<T> {}
 
-impl<T: Send + 'static> FusedIterator for DataLoader<T> {}
-
 impl<T> Drop for DataLoader<T> {
     fn drop(&mut self) {
         self.cancel();
@@ -316,11 +331,6 @@ impl<T> Drop for DataLoader<T> {
 
 impl<T> fmt::Debug for DataLoader<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DataLoader")
-            .field("epoch", &self.epoch)
-            .field("n_taken", &self.n_taken)
-            .field("n_batches", &self.plan.n_batches())
-            .field("workers", &self.workers)
-            .finish_non_exhaustive()
+        f.debug_struct("DataLoader").field("epoch", &self.epoch).finish_non_exhaustive()
     }
 }

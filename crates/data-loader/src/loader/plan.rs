@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use core_types::{Epoch, Placement};
-use dist_sampler::{DistributedSampler, SamplerState};
+use dist_sampler::DistributedSampler;
 use dyn_batch::{
     Batch, BatchConfig, BatchState, DistributedBatchSampler, DistributedConfig,
     DynamicBatchSampler, SequenceLengths, Steps,
@@ -29,65 +29,30 @@ pub(crate) struct PlannedBatch {
 }
 
 /// The batches of a rank from its position to the end of the epoch.
-pub(crate) enum BatchPlan {
-    Fixed(FixedPlan),
-    Dynamic(Box<DynamicPlan>),
-}
-
-impl BatchPlan {
+///
+/// On an error, a plan is unchanged.
+pub(crate) trait BatchPlan: Send {
     /// Moves to the start of an epoch.
-    pub(crate) fn set_epoch(&mut self, epoch: Epoch) -> Result<()> {
-        match self {
-            Self::Fixed(plan) => plan.set_epoch(epoch),
-            Self::Dynamic(plan) => plan.set_epoch(epoch),
-        }
-    }
+    fn set_epoch(&mut self, epoch: Epoch) -> Result<()>;
 
-    /// Moves to a position of an epoch. On an error, the plan is unchanged.
-    pub(crate) fn resume(&mut self, position: &LoaderPosition) -> Result<()> {
-        match (self, position) {
-            (Self::Fixed(plan), LoaderPosition::Fixed { batch_size, sampler }) => {
-                plan.resume(*batch_size, sampler)
-            }
-            (Self::Dynamic(plan), LoaderPosition::Dynamic(state)) => plan.resume(state),
-            (plan, position) => Err(Error::StateMismatch {
-                what: "batches",
-                state: position.kind().into(),
-                loader: plan.kind().into(),
-            }),
-        }
-    }
-
-    fn kind(&self) -> &'static str {
-        match self {
-            Self::Fixed(_) => "of a fixed size",
-            Self::Dynamic(_) => "planned by lengths",
-        }
-    }
+    /// Moves to a position, and mixes by other weights from there on, if there are some.
+    fn resume(&mut self, position: &LoaderPosition, weights: Option<&[u64]>) -> Result<()>;
 
     /// Returns the number of batches from the position on.
-    pub(crate) fn n_batches(&self) -> u64 {
-        match self {
-            Self::Fixed(plan) => plan.n_batches,
-            Self::Dynamic(plan) => plan.n_batches(),
-        }
-    }
+    fn n_batches(&self) -> u64;
 
     /// Returns the `n`-th batch from the position on. Batches must be read in order.
-    pub(crate) fn next_batch(&mut self, n: u64) -> PlannedBatch {
-        match self {
-            Self::Fixed(plan) => plan.batch(n),
-            Self::Dynamic(plan) => plan.next_batch(),
-        }
-    }
+    fn next_batch(&mut self, n: u64) -> PlannedBatch;
 
     /// Returns the position behind the first `n` batches.
-    pub(crate) fn position(&self, n: u64) -> LoaderPosition {
-        match self {
-            Self::Fixed(plan) => plan.position(n),
-            Self::Dynamic(plan) => plan.position(n),
-        }
-    }
+    fn position(&self, n: u64) -> LoaderPosition;
+}
+
+const FIXED: &str = "of a fixed size";
+const DYNAMIC: &str = "planned by lengths";
+
+fn kind_mismatch(state: &str, loader: &str) -> Error {
+    Error::StateMismatch { what: "batches", state: state.into(), loader: loader.into() }
 }
 
 /// Batches of a fixed number of samples.
@@ -147,15 +112,20 @@ impl FixedPlan {
             n_samples.div_ceil(self.batch_size)
         }
     }
+}
 
+impl BatchPlan for FixedPlan {
     fn set_epoch(&mut self, epoch: Epoch) -> Result<()> {
         let mut sampler = self.sampler.clone();
         sampler.set_epoch(epoch);
         self.start_at(sampler)
     }
 
-    fn resume(&mut self, batch_size: u64, state: &SamplerState) -> Result<()> {
-        if batch_size != self.batch_size {
+    fn resume(&mut self, position: &LoaderPosition, weights: Option<&[u64]>) -> Result<()> {
+        let LoaderPosition::Fixed { batch_size, sampler: state } = position else {
+            return Err(kind_mismatch(DYNAMIC, FIXED));
+        };
+        if *batch_size != self.batch_size {
             return Err(Error::StateMismatch {
                 what: "batch size",
                 state: batch_size.to_string(),
@@ -163,13 +133,20 @@ impl FixedPlan {
             });
         }
         let mut sampler = self.sampler.clone();
-        sampler.resume(state)?;
+        match weights {
+            None => sampler.resume(state)?,
+            Some(weights) => sampler.resume_with_weights(state, weights)?,
+        }
         let lens = lens_of_ranks(&sampler)?;
         self.move_to(sampler, &lens)
     }
 
+    fn n_batches(&self) -> u64 {
+        self.n_batches
+    }
+
     #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
-    fn batch(&self, n: u64) -> PlannedBatch {
+    fn next_batch(&mut self, n: u64) -> PlannedBatch {
         // All batches of an epoch have fewer samples together than 64 bits count.
         let start = n * self.batch_size;
         let end = self.sampler.len().min(start.saturating_add(self.batch_size));
@@ -206,22 +183,9 @@ pub(crate) struct DynamicPlan {
     lengths: SharedLengths,
     max_length: u64,
     batches: DistributedBatchSampler<SharedLengths>,
-    /// Steps of the current epoch; `None` before the first epoch.
-    steps: Option<PlannedSteps>,
-}
-
-/// The steps of an epoch from a position on.
-struct PlannedSteps {
-    start: BatchState,
-    n_steps: u64,
-    /// Steps that are not planned as batches yet.
-    unread: Steps<SharedLengths>,
-}
-
-impl PlannedSteps {
-    fn new(steps: Steps<SharedLengths>) -> Self {
-        Self { start: steps.state(), n_steps: steps.len() as u64, unread: steps }
-    }
+    /// Position in the current epoch and the steps that are not read yet; `None` before the first
+    /// epoch.
+    steps: Option<(BatchState, Steps<SharedLengths>)>,
 }
 
 impl DynamicPlan {
@@ -238,7 +202,9 @@ impl DynamicPlan {
         let order = sampler.with_placement(Placement::SINGLE)?;
         Ok(Self { order, placement, lengths, max_length, batches, steps: None })
     }
+}
 
+impl BatchPlan for DynamicPlan {
     fn set_epoch(&mut self, epoch: Epoch) -> Result<()> {
         let mut order = self.order.clone();
         order.set_epoch(epoch);
@@ -248,27 +214,35 @@ impl DynamicPlan {
             return Err(Error::NoBatches { samples, batch_size: 1, world_size });
         }
         self.order = order;
-        self.steps = Some(PlannedSteps::new(steps));
+        self.steps = Some((steps.state(), steps));
         Ok(())
     }
 
-    fn resume(&mut self, state: &BatchState) -> Result<()> {
+    fn resume(&mut self, position: &LoaderPosition, weights: Option<&[u64]>) -> Result<()> {
+        let LoaderPosition::Dynamic(state) = position else {
+            return Err(kind_mismatch(FIXED, DYNAMIC));
+        };
+        if weights.is_some() {
+            let expected = "unset if batches are planned by lengths";
+            return Err(Error::setting("the weights", "set", expected));
+        }
         let mut order = self.order.clone();
         order.set_epoch(state.epoch);
-        self.steps = Some(PlannedSteps::new(self.batches.resume(state, &order)?));
+        let steps = self.batches.resume(state, &order)?;
         self.order = order;
+        self.steps = Some((steps.state(), steps));
         Ok(())
     }
 
     fn n_batches(&self) -> u64 {
-        self.steps.as_ref().map_or(0, |steps| steps.n_steps)
+        self.steps.as_ref().map_or(0, |(start, _)| start.n_steps - start.step)
     }
 
     #[expect(clippy::expect_used, reason = "a loader reads as many batches as there are")]
-    fn next_batch(&mut self) -> PlannedBatch {
-        let steps = self.steps.as_mut().expect("batches are read after an epoch was set");
-        let number = steps.unread.state().step;
-        let batch = steps.unread.next().expect("there are as many steps as counted").batch;
+    fn next_batch(&mut self, _: u64) -> PlannedBatch {
+        let (_, steps) = self.steps.as_mut().expect("batches are read after an epoch was set");
+        let number = steps.state().step;
+        let batch = steps.next().expect("there are as many steps as counted").batch;
         let length_of = |&index: &u64| self.lengths.length(index).unwrap_or(0).min(self.max_length);
         let lengths = batch.indices.iter().map(length_of).collect();
         let is_padding = vec![false; batch.len()];
@@ -276,8 +250,8 @@ impl DynamicPlan {
     }
 
     fn position(&self, n: u64) -> LoaderPosition {
-        let Some(steps) = &self.steps else { return LoaderPosition::Start };
-        let mut state = steps.start.clone();
+        let Some((start, _)) = &self.steps else { return LoaderPosition::Start };
+        let mut state = start.clone();
         state.step += n;
         LoaderPosition::Dynamic(state)
     }

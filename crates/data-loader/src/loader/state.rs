@@ -28,7 +28,11 @@ impl LoaderState {
 
     /// Returns the epoch, or `None` before the first one.
     pub fn epoch(&self) -> Option<Epoch> {
-        self.position.epoch()
+        match &self.position {
+            LoaderPosition::Start => None,
+            LoaderPosition::Fixed { sampler, .. } => Some(sampler.epoch()),
+            LoaderPosition::Dynamic(state) => Some(state.epoch),
+        }
     }
 }
 
@@ -43,22 +47,4 @@ pub(crate) enum LoaderPosition {
         sampler: SamplerState,
     },
     Dynamic(BatchState),
-}
-
-impl LoaderPosition {
-    pub(crate) fn epoch(&self) -> Option<Epoch> {
-        match self {
-            Self::Start => None,
-            Self::Fixed { sampler, .. } => Some(sampler.epoch()),
-            Self::Dynamic(state) => Some(state.epoch),
-        }
-    }
-
-    pub(crate) fn kind(&self) -> &'static str {
-        match self {
-            Self::Start => "before the first epoch",
-            Self::Fixed { .. } => "of a fixed size",
-            Self::Dynamic(_) => "planned by lengths",
-        }
-    }
 }

@@ -32,9 +32,9 @@ impl FileStamp {
 /// A file that must not change while it is read.
 #[derive(Debug)]
 pub(crate) struct DataFile {
-    path: PathBuf,
-    file: PositionedFile,
-    stamp: FileStamp,
+    pub(crate) path: PathBuf,
+    file: File,
+    pub(crate) stamp: FileStamp,
 }
 
 impl DataFile {
@@ -45,7 +45,7 @@ impl DataFile {
             return Err(Error::io(path)(ErrorKind::IsADirectory.into()));
         }
         let stamp = FileStamp::new(&metadata);
-        Ok(Self { path: path.into(), file: PositionedFile::new(file), stamp })
+        Ok(Self { path: path.into(), file, stamp })
     }
 
     /// Opens a file again, which must have the same stamp as before.
@@ -53,14 +53,6 @@ impl DataFile {
         let file = Self::open(path)?;
         check_unchanged(path, stamp, file.stamp)?;
         Ok(file)
-    }
-
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-
-    pub(crate) fn stamp(&self) -> FileStamp {
-        self.stamp
     }
 
     pub(crate) fn len(&self) -> u64 {
@@ -76,7 +68,7 @@ impl DataFile {
         let n_bytes = usize::try_from(n_bytes)
             .map_err(|_| Error::io(&self.path)(ErrorKind::OutOfMemory.into()))?;
         let mut bytes = vec![0; n_bytes];
-        let result = self.file.read_exact_at(&mut bytes, range.start);
+        let result = read_exact_at(&self.file, &mut bytes, range.start);
         self.check_unchanged()?;
         result.map_err(Error::io(&self.path))?;
         Ok(bytes)
@@ -117,84 +109,37 @@ fn check_unchanged(path: &Path, expected: FileStamp, found: FileStamp) -> Result
 /// Reads a file from a position to the end, without the file's own position.
 #[derive(Debug)]
 pub(crate) struct FileReader<'a> {
-    file: &'a PositionedFile,
-    position: u64,
+    file: &'a File,
+    pub(crate) position: u64,
 }
 
 impl io::Read for FileReader<'_> {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        let n_read = self.file.read_at(bytes, self.position)?;
+        let n_read = read_at(self.file, bytes, self.position)?;
         self.position += n_read as u64;
         Ok(n_read)
     }
 }
 
-#[cfg(any(unix, windows))]
-#[derive(Debug)]
-struct PositionedFile(File);
-
-#[cfg(any(unix, windows))]
-impl PositionedFile {
-    fn new(file: File) -> Self {
-        Self(file)
-    }
-
-    fn metadata(&self) -> io::Result<Metadata> {
-        self.0.metadata()
-    }
-
+/// Reads at a position, without the file's own position.
+fn read_at(file: &File, bytes: &mut [u8], position: u64) -> io::Result<usize> {
     #[cfg(unix)]
-    fn read_at(&self, bytes: &mut [u8], position: u64) -> io::Result<usize> {
-        std::os::unix::fs::FileExt::read_at(&self.0, bytes, position)
-    }
-
+    return std::os::unix::fs::FileExt::read_at(file, bytes, position);
     #[cfg(windows)]
-    fn read_at(&self, bytes: &mut [u8], position: u64) -> io::Result<usize> {
-        std::os::windows::fs::FileExt::seek_read(&self.0, bytes, position)
-    }
+    return std::os::windows::fs::FileExt::seek_read(file, bytes, position);
 }
 
-/// A file of a system without positioned reads: a lock guards its position.
-#[cfg(not(any(unix, windows)))]
-#[derive(Debug)]
-struct PositionedFile(std::sync::Mutex<File>);
-
-#[cfg(not(any(unix, windows)))]
-impl PositionedFile {
-    fn new(file: File) -> Self {
-        Self(std::sync::Mutex::new(file))
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, File> {
-        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-    }
-
-    fn metadata(&self) -> io::Result<Metadata> {
-        self.lock().metadata()
-    }
-
-    fn read_at(&self, bytes: &mut [u8], position: u64) -> io::Result<usize> {
-        use std::io::{Read, Seek, SeekFrom};
-
-        let mut file = self.lock();
-        file.seek(SeekFrom::Start(position))?;
-        file.read(bytes)
-    }
-}
-
-impl PositionedFile {
-    fn read_exact_at(&self, mut bytes: &mut [u8], mut position: u64) -> io::Result<()> {
-        while !bytes.is_empty() {
-            match self.read_at(bytes, position) {
-                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(n_read) => {
-                    bytes = &mut bytes[n_read..];
-                    position += n_read as u64;
-                }
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
+fn read_exact_at(file: &File, mut bytes: &mut [u8], mut position: u64) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match read_at(file, bytes, position) {
+            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+            Ok(n_read) => {
+                bytes = &mut bytes[n_read..];
+                position += n_read as u64;
             }
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
         }
-        Ok(())
     }
+    Ok(())
 }

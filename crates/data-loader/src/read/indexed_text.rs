@@ -20,7 +20,7 @@ pub(crate) struct IndexedText {
     path: PathBuf,
     stamp: FileStamp,
     edge_hash: u64,
-    index: LineIndex,
+    pub(crate) index: LineIndex,
 }
 
 /// The bytes of a sample with its separators.
@@ -34,16 +34,12 @@ impl IndexedText {
     pub(crate) fn open(path: &Path, rule: SplitRule, place: &IndexPlace) -> Result<Self> {
         let file = DataFile::open(path)?;
         let index = LineIndex::open(&file, rule, place)?;
-        Ok(Self { path: path.into(), stamp: file.stamp(), edge_hash: file.edge_hash()?, index })
+        Ok(Self { path: path.into(), stamp: file.stamp, edge_hash: file.edge_hash()?, index })
     }
 
     /// Opens the file, which must not have changed.
     pub(crate) fn reopen(&self) -> Result<DataFile> {
         DataFile::reopen(&self.path, self.stamp)
-    }
-
-    pub(crate) fn index(&self) -> &LineIndex {
-        &self.index
     }
 
     /// Returns numbers that tell this content from another's.

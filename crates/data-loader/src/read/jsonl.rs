@@ -1,6 +1,6 @@
 //! Lines of JSON.
 
-use std::{fmt, marker::PhantomData, path::Path};
+use std::{marker::PhantomData, path::Path};
 
 use core_types::Fingerprint;
 use serde::de::DeserializeOwned;
@@ -43,6 +43,7 @@ use crate::{
 /// assert!(records.read(1).is_err_and(|error| error.to_string().starts_with("line 2 of")));
 /// # Ok::<(), data_loader::BoxError>(())
 /// ```
+#[derive(Debug)]
 pub struct JsonlDataset<T> {
     text: IndexedText,
     file: DataFile,
@@ -79,7 +80,7 @@ impl<T: DeserializeOwned + Send + 'static> Dataset for JsonlDataset<T> {
     type Item = T;
 
     fn len(&self) -> u64 {
-        self.text.index().len()
+        self.text.index.len()
     }
 
     fn read(&self, index: u64) -> Result<T, BoxError> {
@@ -90,11 +91,5 @@ impl<T: DeserializeOwned + Send + 'static> Dataset for JsonlDataset<T> {
 
     fn fingerprint(&self) -> Option<u64> {
         Some(self.text.identity().into_iter().collect::<Fingerprint>().finish())
-    }
-}
-
-impl<T> fmt::Debug for JsonlDataset<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("JsonlDataset").field("file", &self.file).finish_non_exhaustive()
     }
 }

@@ -22,7 +22,7 @@ use crate::{
     error::{Error, Result},
     read::{
         file::DataFile,
-        split_text::{SampleEnd, SplitRule, TextUnit, split},
+        split_text::{SampleEnd, SplitRule, split},
     },
 };
 
@@ -106,7 +106,7 @@ pub(crate) struct SamplePlace {
 impl LineIndex {
     /// Opens the index of a file at its place, or builds it, and keeps it there.
     pub(crate) fn open(text: &DataFile, rule: SplitRule, place: &IndexPlace) -> Result<Self> {
-        let Some(path) = place.path(text.path()) else { return Self::build(text, rule) };
+        let Some(path) = place.path(&text.path) else { return Self::build(text, rule) };
         let edge_hash = text.edge_hash()?;
         if let Some(kept) = Self::open_kept(text, rule, &path, edge_hash) {
             return Ok(kept);
@@ -118,7 +118,7 @@ impl LineIndex {
 
     fn build(text: &DataFile, rule: SplitRule) -> Result<Self> {
         let mut builder = IndexBuilder::default();
-        split(text, rule, |end| builder.push(text.path(), end))?;
+        split(text, rule, |end| builder.push(&text.path, end))?;
         Ok(builder.finish(text.len()))
     }
 
@@ -127,7 +127,7 @@ impl LineIndex {
         // Every fault means that the index must be built.
         let file = DataFile::open(path).ok()?;
         let header = file.read(0..HEADER_BYTES as u64).ok()?;
-        let n_samples = u64::from_le_bytes(header.get(..8)?.try_into().ok()?);
+        let n_samples = read_number(header.get(..8)?);
         let expected = encode_header(text, rule, edge_hash, n_samples);
         if header != expected || file.len() != index_bytes(n_samples)? {
             return None;
@@ -160,13 +160,6 @@ impl LineIndex {
         self.n_samples
     }
 
-    /// Returns the length of a sample, separators included.
-    pub(crate) fn n_bytes(&self, index: u64) -> Result<u64> {
-        let (block, in_block) = self.locate(index)?;
-        let bytes = block.range(in_block);
-        Ok(bytes.end - bytes.start)
-    }
-
     pub(crate) fn place(&self, index: u64) -> Result<SamplePlace> {
         let (block, in_block) = self.locate(index)?;
         Ok(SamplePlace {
@@ -182,9 +175,9 @@ impl LineIndex {
             return Err(Error::IndexOutOfRange { index, len: self.n_samples });
         }
         #[expect(clippy::cast_possible_truncation, reason = "the blocks are in memory")]
-        let (block, in_block) =
-            ((index / BLOCK_SAMPLES as u64) as usize, (index % BLOCK_SAMPLES as u64) as usize);
-        Ok((self.block(block)?, in_block))
+        let block = self.block((index / BLOCK_SAMPLES as u64) as usize)?;
+        #[expect(clippy::cast_possible_truncation, reason = "below the length of a block")]
+        Ok((block, (index % BLOCK_SAMPLES as u64) as usize))
     }
 
     fn block(&self, number: usize) -> Result<&IndexBlock> {
@@ -230,18 +223,13 @@ fn index_bytes(n_samples: u64) -> Option<u64> {
 /// Returns the header of the index of a text. It begins with the number of samples, the only value
 /// that is unknown before it is read; another text or rule has another header.
 fn encode_header(text: &DataFile, rule: SplitRule, edge_hash: u64, n_samples: u64) -> Vec<u8> {
-    let unit = match (rule.unit, rule.skips_blank_lines) {
-        (TextUnit::Line, false) => 0,
-        (TextUnit::Line, true) => 1,
-        (TextUnit::Paragraph, _) => 2,
-        (TextUnit::Document, _) => 3,
-    };
+    let unit = 2 * rule.unit as u64 + u64::from(rule.skips_blank_lines);
     let mut header = n_samples.to_le_bytes().to_vec();
     header.extend(MAGIC);
     for number in [
         u64::from(VERSION),
-        text.stamp().n_bytes,
-        text.stamp().modified,
+        text.stamp.n_bytes,
+        text.stamp.modified,
         edge_hash,
         unit,
         rule.max_bytes.unwrap_or(0),
@@ -280,10 +268,11 @@ impl IndexBlock {
         // Each group has 8 bytes, and each sample 4.
         let n_groups = content.len().div_ceil(8 + 4 * GROUP_SAMPLES);
         let (starts, ends) = content.split_at_checked(n_groups * 8)?;
+        #[expect(clippy::cast_possible_truncation, reason = "a number of 4 bytes")]
         let block = Self {
-            n_lines: read_u64(n_lines),
-            starts: starts.chunks_exact(8).map(read_u64).collect(),
-            ends: ends.chunks_exact(4).map(read_u32).collect(),
+            n_lines: read_number(n_lines),
+            starts: starts.chunks_exact(8).map(read_number).collect(),
+            ends: ends.chunks_exact(4).map(|end| read_number(end) as u32).collect(),
         };
         block.is_ascending(n_text_bytes).then_some(block)
     }
@@ -291,24 +280,15 @@ impl IndexBlock {
     /// Returns true if all samples are in the text, one after the other. A checksum proves no more
     /// than that the block is as it was written.
     fn is_ascending(&self, n_text_bytes: u64) -> bool {
-        let mut position = self.starts.first().copied().unwrap_or(0);
-        for (group, ends) in self.ends.chunks(GROUP_SAMPLES).enumerate() {
-            let mut end = 0;
-            for &next in ends {
-                if next < end {
-                    return false;
-                }
-                end = next;
-            }
-            let start = self.starts[group];
-            match start.checked_add(u64::from(end)) {
-                Some(group_end) if start == position && group_end <= n_text_bytes => {
-                    position = group_end;
-                }
-                _ => return false,
-            }
-        }
-        true
+        let Some(&(mut position)) = self.starts.first() else { return false };
+        self.ends.iter().enumerate().all(|(sample, &end)| {
+            let start = self.starts[sample / GROUP_SAMPLES];
+            let is_joined = sample % GROUP_SAMPLES > 0 || start == position;
+            let end = start.checked_add(end.into()).filter(|&end| end <= n_text_bytes);
+            let is_valid = is_joined && end.is_some_and(|end| end >= position);
+            position = end.unwrap_or(position);
+            is_valid
+        })
     }
 }
 
@@ -319,16 +299,9 @@ fn checksum(content: &[u8], header_checksum: u32, number: u64) -> u32 {
     hasher.finalize()
 }
 
-fn read_u64(bytes: &[u8]) -> u64 {
-    let mut word = [0; 8];
-    word.copy_from_slice(bytes);
-    u64::from_le_bytes(word)
-}
-
-fn read_u32(bytes: &[u8]) -> u32 {
-    let mut word = [0; 4];
-    word.copy_from_slice(bytes);
-    u32::from_le_bytes(word)
+/// Returns the little-endian number in at most 8 bytes.
+fn read_number(bytes: &[u8]) -> u64 {
+    bytes.iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
 }
 
 #[derive(Default)]
@@ -379,6 +352,7 @@ impl IndexBuilder {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::read::split_text::TextUnit;
 
     const LINES: SplitRule =
         SplitRule { unit: TextUnit::Line, skips_blank_lines: false, max_bytes: None };
@@ -417,7 +391,7 @@ mod tests {
         ends.push(text.len());
         let mut builder = IndexBuilder::default();
         for (n_lines, &end) in (1..).zip(&ends) {
-            builder.push(text.path(), SampleEnd { end, n_lines }).unwrap();
+            builder.push(&text.path, SampleEnd { end, n_lines }).unwrap();
         }
         let built = builder.finish(text.len());
         let path = folder.path().join("index");

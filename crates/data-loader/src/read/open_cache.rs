@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     fmt,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 /// Open resources by number; the least recently used one is closed for another.
@@ -38,28 +38,25 @@ impl<T> OpenCache<T> {
         open: impl FnOnce() -> Result<T, E>,
     ) -> Result<Arc<T>, E> {
         let slot = self.slot(key);
-        let resource = slot.lock().unwrap_or_else(PoisonError::into_inner);
-        open_once(resource, open)
+        let mut resource = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(resource) = &*resource {
+            return Ok(Arc::clone(resource));
+        }
+        Ok(Arc::clone(resource.insert(Arc::new(open()?))))
     }
 
-    /// Like [`read`](Self::read), but returns `None` if another thread is opening the resource.
-    pub(crate) fn try_get<E>(
-        &self,
-        key: u64,
-        open: impl FnOnce() -> Result<T, E>,
-    ) -> Option<Result<Arc<T>, E>> {
-        let slot = self.slot(key);
-        let resource = match slot.try_lock() {
-            Ok(resource) => resource,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
-        Some(open_once(resource, open))
+    /// Returns true if the resource is open, or a thread is opening it.
+    pub(crate) fn contains(&self, key: u64) -> bool {
+        self.lock().slots.contains_key(&key)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, CacheEntries<T>> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the slot of a resource, which is now the most recently used one.
     fn slot(&self, key: u64) -> CacheSlot<T> {
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = self.lock();
         entries.n_lookups += 1;
         let now = entries.n_lookups;
         if let Some((last_use, slot)) = entries.slots.get_mut(&key) {
@@ -79,18 +76,6 @@ impl<T> OpenCache<T> {
         drop(removed);
         slot
     }
-}
-
-fn open_once<T, E>(
-    mut resource: MutexGuard<'_, Option<Arc<T>>>,
-    open: impl FnOnce() -> Result<T, E>,
-) -> Result<Arc<T>, E> {
-    if let Some(resource) = &*resource {
-        return Ok(Arc::clone(resource));
-    }
-    let opened = Arc::new(open()?);
-    *resource = Some(Arc::clone(&opened));
-    Ok(opened)
 }
 
 impl<T> fmt::Debug for OpenCache<T> {

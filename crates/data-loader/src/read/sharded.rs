@@ -1,11 +1,14 @@
 //! Data sets of many shards, of which few are open.
 
-use std::{collections::BTreeSet, fmt, sync::Arc};
+use std::{collections::BTreeSet, sync::Arc};
 
 use core_types::{Fingerprint, Seed};
 
 use crate::{
-    dataset::{Dataset, concat::locate},
+    dataset::{
+        Dataset,
+        concat::{ends_of, locate},
+    },
     error::{BoxError, Error, Result},
     read::open_cache::OpenCache,
 };
@@ -57,6 +60,7 @@ pub trait ShardSource: Send + Sync {
 /// assert_eq!((numbers.len(), numbers.read(612)?), (700, 612));
 /// # Ok::<(), data_loader::BoxError>(())
 /// ```
+#[derive(Debug)]
 pub struct ShardedDataset<S: ShardSource> {
     source: S,
     /// End of each shard.
@@ -73,19 +77,12 @@ impl<S: ShardSource> ShardedDataset<S> {
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`] for 0 open shards, or if there are more samples than 64 bits count.
+    /// [`Error::Setting`] for 0 open shards.
     pub fn new(source: S, max_open: usize) -> Result<Self> {
         if max_open == 0 {
             return Err(Error::setting("the number of open shards", &max_open, "at least 1"));
         }
-        let mut ends = Vec::new();
-        let mut end = 0_u64;
-        for (shard, len) in source.shard_lens().into_iter().enumerate() {
-            end = end.checked_add(len).ok_or_else(|| {
-                Error::setting("the length of all shards", &shard, "below 2^64 samples")
-            })?;
-            ends.push(end);
-        }
+        let ends = ends_of(source.shard_lens());
         Ok(Self { source, ends, max_open, open_shards: OpenCache::new(max_open) })
     }
 
@@ -129,33 +126,14 @@ impl<S: ShardSource> Dataset for ShardedDataset<S> {
         let located = indices.iter().filter_map(|&index| locate(&self.ends, index).ok());
         let shards: BTreeSet<usize> = located.map(|(shard, _)| shard).collect();
         for shard in shards.into_iter().take(self.max_open) {
-            // The sample that needs the shard tries again and returns the error.
-            drop(self.open_shards.try_get(shard as u64, || self.open(shard)));
+            if !self.open_shards.contains(shard as u64) {
+                // The sample that needs the shard tries again and returns the error.
+                drop(self.open_shards.get(shard as u64, || self.open(shard)));
+            }
         }
     }
 
     fn fingerprint(&self) -> Option<u64> {
         Some(self.ends.iter().copied().collect::<Fingerprint>().finish())
-    }
-}
-
-impl<S: ShardSource> fmt::Debug for ShardedDataset<S> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ShardedDataset")
-            .field("n_shards", &self.ends.len())
-            .field("max_open", &self.max_open)
-            .finish_non_exhaustive()
-    }
-}
-
-impl<S: ShardSource + ?Sized> ShardSource for Arc<S> {
-    type Shard = S::Shard;
-
-    fn shard_lens(&self) -> Vec<u64> {
-        (**self).shard_lens()
-    }
-
-    fn open(&self, shard: usize) -> Result<S::Shard, BoxError> {
-        (**self).open(shard)
     }
 }

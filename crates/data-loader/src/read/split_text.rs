@@ -55,7 +55,7 @@ pub(crate) fn split(
     let position = if has_mark { mark_len } else { 0 };
     let mut splitter = Splitter { file, rule, push, position, n_lines: 0, open: None };
     let mut source = BufReader::with_capacity(BUFFER_BYTES, file.reader_at(position));
-    while let Some(line) = next_line(&mut source).map_err(Error::io(file.path()))? {
+    while let Some(line) = next_line(&mut source).map_err(Error::io(&file.path))? {
         splitter.add_line(&line)?;
     }
     splitter.close()?;

@@ -10,7 +10,10 @@ use core_types::Fingerprint;
 use dyn_batch::SequenceLengths;
 
 use crate::{
-    dataset::{Dataset, concat::locate},
+    dataset::{
+        Dataset,
+        concat::{ends_of, locate},
+    },
     error::{BoxError, Error, Result},
     read::{
         file::DataFile,
@@ -138,16 +141,10 @@ impl TextDataset {
         }
         let rule =
             SplitRule { unit: config.unit, skips_blank_lines: false, max_bytes: config.max_bytes };
-        let mut texts = Vec::new();
-        let mut ends = Vec::new();
-        let mut end = 0_u64;
-        for file in list_files(path)? {
-            let text = IndexedText::open(&file, rule, &config.index)?;
-            // Each sample has a byte, so no file system holds 2^64.
-            end = end.saturating_add(text.index().len());
-            ends.push(end);
-            texts.push(text);
-        }
+        let files = list_files(path)?;
+        let open = |file: &PathBuf| IndexedText::open(file, rule, &config.index);
+        let texts = files.iter().map(open).collect::<Result<Vec<_>>>()?;
+        let ends = ends_of(texts.iter().map(|text| text.index.len()));
         let open_files = OpenCache::new(MAX_OPEN_FILES);
         Ok(Self { files: Arc::new(TextFiles { unit: config.unit, texts, ends, open_files }) })
     }
@@ -235,6 +232,7 @@ impl SequenceLengths for TextDataset {
 
     fn length(&self, index: u64) -> Option<u64> {
         let (number, index) = locate(&self.files.ends, index).ok()?;
-        self.files.texts[number].index().n_bytes(index).ok()
+        let place = self.files.texts[number].index.place(index).ok()?;
+        Some(place.bytes.end - place.bytes.start)
     }
 }

@@ -23,7 +23,7 @@ pub enum TokenType {
 }
 
 impl TokenType {
-    fn n_bytes(self) -> u64 {
+    fn n_bytes(self) -> usize {
         match self {
             Self::U8 => 1,
             Self::U16 => 2,
@@ -85,14 +85,15 @@ impl TokenDataset {
         if block == 0 {
             return Err(Error::setting("the block length", &block, "at least 1"));
         }
-        let fault = |fault| Error::Tokens { path: file.path().into(), fault };
+        let fault = |fault| Error::Tokens { path: file.path.clone(), fault };
         let first_bytes = file.read(0..LITGPT_HEADER_BYTES)?;
         let data_start = header_bytes(&first_bytes, token_type).map_err(fault)?;
         let n_bytes = file.len() - data_start;
-        if n_bytes % token_type.n_bytes() != 0 {
+        let token_bytes = token_type.n_bytes() as u64;
+        if n_bytes % token_bytes != 0 {
             return Err(fault(format!("{n_bytes} bytes are no whole number of {token_type:?}")));
         }
-        let n_tokens = n_bytes / token_type.n_bytes();
+        let n_tokens = n_bytes / token_bytes;
         Ok(Self { file, token_type, data_start, n_tokens, block, stride: block })
     }
 
@@ -109,17 +110,11 @@ impl TokenDataset {
     }
 
     fn decode(&self, bytes: &[u8]) -> Vec<u32> {
-        match self.token_type {
-            TokenType::U8 => bytes.iter().map(|&byte| byte.into()).collect(),
-            TokenType::U16 => {
-                let pairs = bytes.chunks_exact(2);
-                pairs.map(|pair| u16::from_le_bytes([pair[0], pair[1]]).into()).collect()
-            }
-            TokenType::U32 => {
-                let words = bytes.chunks_exact(4);
-                words.map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]])).collect()
-            }
-        }
+        let tokens = bytes.chunks_exact(self.token_type.n_bytes());
+        let decode = |token: &[u8]| {
+            token.iter().rev().fold(0, |number, &byte| number << 8 | u32::from(byte))
+        };
+        tokens.map(decode).collect()
     }
 }
 
@@ -160,7 +155,7 @@ impl Dataset for TokenDataset {
             return Err(Error::IndexOutOfRange { index, len }.into());
         }
         // All blocks are in the file, so these products are below its length.
-        let n_bytes = self.token_type.n_bytes();
+        let n_bytes = self.token_type.n_bytes() as u64;
         let start = self.data_start + index * self.stride * n_bytes;
         Ok(self.decode(&self.file.read(start..start + self.block * n_bytes)?))
     }

@@ -1,6 +1,8 @@
 //! The law of all histories: over random data sets, orders, batches, workers and worlds, with a
 //! kill after any batch, no sample is lost or read twice, and workers change nothing.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use std::collections::BTreeMap;
 
 use core_types::{Epoch, Placement, Seed};
@@ -8,7 +10,9 @@ use data_loader::{
     BoxError, DataLoader, Dataset, Error, LoaderBuilder, LoaderState, SampleBatch, ShardSource,
     ShardedDataset, concat,
 };
-use dist_sampler::{DistributedSampler, Order, Partition, Quota, SamplerConfig, Tail};
+use dist_sampler::{
+    DistributedSampler, MixtureEnd, MixturePart, Order, Partition, Quota, SamplerConfig, Tail,
+};
 use dyn_batch::{BatchConfig, Buckets, DynamicBatchStrategy, Packing};
 
 /// A source of random choices.
@@ -51,6 +55,16 @@ enum OrderKind {
     Permuted(Order),
     Weighted(Vec<f64>),
     Stratified(Vec<u32>),
+    /// Shards of seven samples over lanes.
+    Sharded {
+        lanes: u64,
+    },
+    /// Parts of the data set, and weights from positions on.
+    Mixture {
+        parts: Vec<MixturePart>,
+        len: u64,
+        changes: Vec<(u64, Vec<u64>)>,
+    },
 }
 
 impl History {
@@ -75,6 +89,16 @@ impl History {
             }
             OrderKind::Stratified(labels) => {
                 DistributedSampler::stratified(labels, Quota::All, place, config)
+            }
+            OrderKind::Sharded { lanes } => {
+                DistributedSampler::sharded(&Sevens(self.n).shard_lens(), *lanes, place, config)
+            }
+            OrderKind::Mixture { parts, len, changes } => {
+                let end = MixtureEnd::Repeat { len: *len };
+                changes.iter().fold(
+                    DistributedSampler::mixture(parts, end, place, config),
+                    |sampler, (from, weights)| sampler?.with_weights_from(*from, weights),
+                )
             }
         }
         .unwrap()
@@ -155,15 +179,30 @@ impl ShardSource for Sevens {
 }
 
 fn draw_fixed(dice: &mut Dice, n: u64) -> BatchKind {
-    let order = match dice.below(5) {
+    let order = match dice.below(8) {
         0 => OrderKind::Weighted((0..n).map(|n| (n % 7) as f64 + 0.5).collect()),
         1 => OrderKind::Stratified((0..n).map(|n| u32::try_from(n % 3).unwrap()).collect()),
         2 => OrderKind::Permuted(Order::Sequential),
         3 => OrderKind::Permuted(Order::Exact),
+        4 => OrderKind::Sharded { lanes: 1 + dice.below(9) },
+        5 | 6 if n >= 3 => draw_mixture(dice, n),
         _ => OrderKind::Permuted(Order::Streaming),
     };
     let (size, drops_last) = (1 + dice.below(20), dice.coin());
     BatchKind::Fixed { size, drops_last, order, tail: dice.pick(&[Tail::Drop, Tail::Pad]) }
+}
+
+fn draw_mixture(dice: &mut Dice, n: u64) -> OrderKind {
+    let lens = [n / 3, n / 3, n - 2 * (n / 3)];
+    let parts = lens.map(|len| MixturePart::new(len, 1 + dice.below(5))).to_vec();
+    let len = 1 + dice.below(400);
+    let mut changes = Vec::new();
+    let mut from = 0;
+    for _ in 0..dice.below(3) {
+        from += dice.below(200);
+        changes.push((from, vec![dice.below(4), 1 + dice.below(4), dice.below(4)]));
+    }
+    OrderKind::Mixture { parts, len, changes }
 }
 
 fn draw_planned(dice: &mut Dice, n: u64) -> BatchKind {
@@ -285,17 +324,16 @@ fn start(
 /// Checks how many samples the last world has left unread of `n_left`.
 fn check_end(history: &History, world_size: u64, n_left: u64, n_unread: u64) {
     let expected = match &history.batches {
-        BatchKind::Planned { .. } => 0,
         BatchKind::Fixed { size, drops_last, tail: Tail::Drop, .. } => {
             let share = n_left / world_size;
             n_left - world_size * if *drops_last { share / size * size } else { share }
         }
-        BatchKind::Fixed { drops_last: false, .. } => 0,
         // Padding may be among the samples that are dropped.
-        BatchKind::Fixed { size, .. } => {
+        BatchKind::Fixed { size, drops_last: true, .. } => {
             assert!(n_unread < size * world_size);
             return;
         }
+        BatchKind::Fixed { .. } | BatchKind::Planned { .. } => 0,
     };
     assert_eq!(n_unread, expected);
 }

@@ -23,6 +23,7 @@ fn numbers(n: u64) -> LoaderBuilder<Vec<u64>> {
     DataLoader::builder((0..n).collect::<Vec<_>>())
 }
 
+#[expect(clippy::unnecessary_wraps, reason = "the signature of a collate function")]
 fn items<T>(samples: SampleBatch<T>) -> Result<Vec<T>, BoxError> {
     Ok(samples.items)
 }

@@ -140,7 +140,7 @@ fn last_result_drops_the_function() {
 
 #[test]
 fn zero_depth_is_rejected() {
-    let error = prefetch(0..3).depth(0).map(work).unwrap_err();
+    let error = prefetch(0..3).depth(0).map(work).err().unwrap();
     assert!(matches!(error, Error::Setting { .. }), "{error}");
     assert_eq!(error.to_string(), "the number of prefetched results is 0, it must be at least 1");
 }

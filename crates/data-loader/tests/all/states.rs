@@ -11,6 +11,7 @@ use data_loader::{
 };
 use dyn_batch::{BatchConfig, DynamicBatchStrategy};
 
+#[expect(clippy::unnecessary_wraps, reason = "the signature of a collate function")]
 fn items(samples: SampleBatch<u64>) -> Result<Vec<u64>, BoxError> {
     Ok(samples.items)
 }

@@ -2,7 +2,7 @@
 //!
 //! The format: <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>.
 
-use std::io::{self, ErrorKind, Read};
+use std::io::Read;
 
 use core_types::human::Printable;
 
@@ -11,7 +11,7 @@ use crate::{error::NpyFault, read::npy::dtype::NpyDtype};
 const MAGIC: [u8; 6] = *b"\x93NUMPY";
 
 /// NumPy's own limit for headers of untrusted files.
-const MAX_HEADER_BYTES: u64 = 10_000;
+const MAX_HEADER_BYTES: u32 = 10_000;
 
 /// The header of an array, followed by its numbers in C order.
 ///
@@ -20,10 +20,10 @@ const MAX_HEADER_BYTES: u64 = 10_000;
 /// ```
 /// use data_loader::{NpyDtype, NpyHeader};
 ///
-/// let header = NpyHeader { dtype: NpyDtype::F32, shape: vec![2, 3] };
+/// let header = NpyHeader { dtype: NpyDtype::of::<f32>(), shape: vec![2, 3] };
 /// let bytes = header.to_bytes();
 /// let mut file = &bytes[..];
-/// assert_eq!(NpyHeader::read(&mut file)??, header);
+/// assert_eq!(NpyHeader::read(&mut file)?, header);
 /// assert!(file.is_empty());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -46,15 +46,10 @@ impl NpyHeader {
     ///
     /// # Errors
     ///
-    /// An I/O error outside; inside, an [`NpyFault`] if the header is invalid or describes an array
-    /// of other types or order.
-    pub fn read(source: &mut impl Read) -> io::Result<Result<Self, NpyFault>> {
-        let text = match read_text(source) {
-            Ok(text) => text,
-            Err(error) if error.kind() == ErrorKind::UnexpectedEof => Err(NpyFault::NoHeader),
-            Err(error) => return Err(error),
-        };
-        Ok(text.and_then(|text| Self::parse(&text)))
+    /// An [`NpyFault`] if the header cannot be read, is invalid, or describes an array of other
+    /// types or order.
+    pub fn read(source: &mut impl Read) -> Result<Self, NpyFault> {
+        Self::parse(&read_text(source)?)
     }
 
     fn parse(text: &str) -> Result<Self, NpyFault> {
@@ -98,30 +93,29 @@ impl NpyHeader {
 }
 
 /// Reads the text of a header.
-fn read_text(source: &mut impl Read) -> io::Result<Result<String, NpyFault>> {
+fn read_text(source: &mut impl Read) -> Result<String, NpyFault> {
     let mut start = [0; 8];
     source.read_exact(&mut start)?;
     let n_size_bytes = match start[6] {
         1 => 2,
         2 | 3 => 4,
-        _ => 0,
+        _ => return Err(NpyFault::NoHeader),
     };
-    if start[..6] != MAGIC || n_size_bytes == 0 {
-        return Ok(Err(NpyFault::NoHeader));
+    if start[..6] != MAGIC {
+        return Err(NpyFault::NoHeader);
     }
     let mut size = [0; 4];
     source.read_exact(&mut size[..n_size_bytes])?;
-    let bytes = u32::from_le_bytes(size).into();
-    if bytes > MAX_HEADER_BYTES {
-        return Ok(Err(NpyFault::HeaderTooLong { bytes, max: MAX_HEADER_BYTES }));
+    let n_bytes = u32::from_le_bytes(size);
+    if n_bytes > MAX_HEADER_BYTES {
+        return Err(NpyFault::NoHeader);
     }
-    let mut text = Vec::new();
-    source.take(bytes).read_to_end(&mut text)?;
-    if (text.len() as u64) < bytes {
-        return Ok(Err(NpyFault::NoHeader));
-    }
-    let text = String::from_utf8(text);
-    Ok(text.map_err(|fault| invalid_header(&String::from_utf8_lossy(fault.as_bytes()))))
+    let mut text = vec![0; n_bytes as usize];
+    source.read_exact(&mut text)?;
+    String::from_utf8(text).map_err(|fault| {
+        let text = String::from_utf8_lossy(fault.as_bytes());
+        invalid_header(&text)
+    })
 }
 
 /// The unparsed values of a header.

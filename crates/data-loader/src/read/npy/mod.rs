@@ -3,7 +3,7 @@
 pub(crate) mod dtype;
 pub(crate) mod header;
 
-use std::{io::BufReader, marker::PhantomData, path::Path};
+use std::{marker::PhantomData, path::Path};
 
 use core_types::Fingerprint;
 
@@ -44,7 +44,7 @@ pub struct NumberArray<T> {
 ///
 /// # let folder = core_types::files::AtomicFolder::new(std::env::temp_dir().join("example"))?;
 /// # let path = folder.path().join("series.npy");
-/// let mut file = NpyHeader { dtype: NpyDtype::F32, shape: vec![6, 2] }.to_bytes();
+/// let mut file = NpyHeader { dtype: NpyDtype::of::<f32>(), shape: vec![6, 2] }.to_bytes();
 /// file.extend((0_u8..12).flat_map(|n| f32::from(n).to_le_bytes()));
 /// std::fs::write(&path, file)?;
 ///
@@ -106,11 +106,9 @@ impl<T: NpyElement> NpyDataset<T> {
 
     fn open_any(path: &Path) -> Result<Self> {
         let file = DataFile::open(path)?;
-        // The buffer is a header; the numbers are read from the file.
-        let mut source = CountingReader { source: BufReader::new(file.reader_at(0)), n_bytes: 0 };
-        let header = NpyHeader::read(&mut source).map_err(Error::io(path))?;
-        let data_start = source.n_bytes;
-        let header = header.map_err(|fault| npy_error(&file, fault))?;
+        let mut source = file.reader_at(0);
+        let header = NpyHeader::read(&mut source).map_err(|fault| npy_error(&file, fault))?;
+        let data_start = source.position;
         let (n_rows, row_shape, row_bytes) = check_shape(&header, data_start, file.len())
             .map_err(|fault| npy_error(&file, fault))?;
         Ok(Self {
@@ -141,9 +139,6 @@ impl<T: NpyElement> NpyDataset<T> {
 
     fn decode(&self, bytes: &[u8]) -> Result<Vec<T>, BoxError> {
         let n_bytes = self.dtype.n_bytes();
-        if self.dtype == T::DTYPE {
-            return Ok(bytes.chunks_exact(n_bytes).map(T::from_bytes).collect());
-        }
         let mut values = Vec::with_capacity(bytes.len() / n_bytes);
         for chunk in bytes.chunks_exact(n_bytes) {
             let mut word = [0; 8];
@@ -151,7 +146,7 @@ impl<T: NpyElement> NpyDataset<T> {
             let number = self.dtype.decode(word);
             let value = T::from_number(number);
             values.push(value.ok_or_else(|| {
-                format!("{number} in {} is no {}", self.file.path().display(), T::DTYPE)
+                format!("{number:?} in {} is no {}", self.file.path.display(), T::DTYPE)
             })?);
         }
         Ok(values)
@@ -159,7 +154,7 @@ impl<T: NpyElement> NpyDataset<T> {
 }
 
 fn npy_error(file: &DataFile, source: NpyFault) -> Error {
-    Error::Npy { path: file.path().into(), source }
+    Error::Npy { path: file.path.clone(), source }
 }
 
 /// Returns the number, the shape and the bytes of the rows.
@@ -183,20 +178,6 @@ fn check_shape(
         return Err(invalid());
     }
     Ok((n_rows, row_shape, row_bytes))
-}
-
-/// Counts the bytes that are read.
-struct CountingReader<R> {
-    source: R,
-    n_bytes: u64,
-}
-
-impl<R: std::io::Read> std::io::Read for CountingReader<R> {
-    fn read(&mut self, bytes: &mut [u8]) -> std::io::Result<usize> {
-        let n_read = self.source.read(bytes)?;
-        self.n_bytes += n_read as u64;
-        Ok(n_read)
-    }
 }
 
 impl<T: NpyElement> Dataset for NpyDataset<T> {
