@@ -49,7 +49,8 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let mut serial = (0..n).map(|index| make_batch(index, rounds));
     let serial = time(n, || serial.next().map_or(Ok(()), |batch| train_step(&mut model, batch?)))?;
     let mut batches = prefetch(0..n).threads(1).map(move |index| make_batch(index, rounds))?;
-    let prefetched = time(n, || batches.next().map_or(Ok(()), |batch| train_step(&mut model, batch?)))?;
+    let prefetched =
+        time(n, || batches.next().map_or(Ok(()), |batch| train_step(&mut model, batch?)))?;
 
     let hidden = (serial.as_secs_f64() - prefetched.as_secs_f64()) / batch.as_secs_f64();
     println!("batch {batch:.2?}  step {step:.2?}, with another busy thread {contended:.2?}");

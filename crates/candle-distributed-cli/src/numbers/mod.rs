@@ -431,7 +431,7 @@ mod tests {
     }
 
     fn header_bytes(shape: &[u64]) -> Vec<u8> {
-        NpyHeader { dtype: NpyDtype::I64, shape: shape.to_vec() }.to_bytes()
+        NpyHeader { dtype: NpyDtype::of::<i64>(), shape: shape.to_vec() }.to_bytes()
     }
 
     fn array_of(dtype: &str, len: usize, bytes: &[u8]) -> Vec<u8> {
@@ -507,9 +507,9 @@ mod tests {
             (header("'<i8'", "False", "(-1,)"), "header is invalid"),
             (array("{'descr': '<i8'}", &[]), "header is invalid"),
             (b"\x93NUMPY\x04\0\0\0".to_vec(), "no NumPy header"),
-            (b"\x93NUMPY\x01\0\x80\0{".to_vec(), "no NumPy header"),
-            (b"\x93NUMPY\x02\0\xff\xff\xff\xff".to_vec(), "4294967295 bytes, the limit is 10000"),
-            (b"\x93".to_vec(), "no NumPy header"),
+            (b"\x93NUMPY\x01\0\x80\0{".to_vec(), "ends within its NumPy header"),
+            (b"\x93NUMPY\x02\0\xff\xff\xff\xff".to_vec(), "no NumPy header"),
+            (b"\x93".to_vec(), "ends within its NumPy header"),
             (array_of("<i2", 2, &[1, 0, 255, 255]), "length 2 in l\\u{1b}.txt is negative: \"-1\""),
             (array_of("<i8", 3, &[0; 20]), "ends after 2 of 3 numbers"),
             (array_of("<i8", 1, &[0; 9]), "has bytes after its 1 numbers"),

@@ -1,11 +1,11 @@
 //! Numbers after the header of a NumPy array, or without a header.
 
 use std::{
-    io::{self, BufRead, Read},
+    io::{self, BufRead, ErrorKind, Read},
     marker::PhantomData,
 };
 
-use candle_distributed::data::{NpyDtype, NpyHeader};
+use candle_distributed::data::{NpyDtype, NpyFault, NpyHeader, NpyNumber};
 
 use super::{NumberList, number::Number};
 use crate::error::Result;
@@ -19,9 +19,11 @@ pub(super) fn read<T: Number>(
     mut source: impl BufRead + 'static,
 ) -> Result<impl Iterator<Item = Result<T>>> {
     let array_error = |fault: String| list.error(format!("{} {fault}", list.name()));
-    let header = NpyHeader::read(&mut source).map_err(|source| list.read_error(source))?;
-    let NpyHeader { dtype, shape } =
-        header.map_err(|fault| array_error(format!("is an invalid NumPy array: {fault}")))?;
+    let NpyHeader { dtype, shape } = NpyHeader::read(&mut source).map_err(|fault| match fault {
+        NpyFault::Io(fault) if fault.kind() != ErrorKind::UnexpectedEof => list.read_error(fault),
+        NpyFault::Io(_) => array_error("ends within its NumPy header".into()),
+        fault => array_error(format!("is an invalid NumPy array: {fault}")),
+    })?;
     if dtype.is_real() && !T::IS_REAL {
         let fault = format!("has dtype '{dtype}', which is not a dtype of integers");
         return Err(array_error(fault));
@@ -37,7 +39,14 @@ pub(super) fn read_raw<T: Number>(
     list: NumberList,
     source: impl BufRead + 'static,
 ) -> impl Iterator<Item = Result<T>> {
-    ArrayItems { list, source, dtype: NpyDtype::U64, len: None, n_read: 0, number: PhantomData }
+    ArrayItems {
+        list,
+        source,
+        dtype: NpyDtype::of::<u64>(),
+        len: None,
+        n_read: 0,
+        number: PhantomData,
+    }
 }
 
 /// Reads until `bytes` is full or the source ends, and returns the number of bytes read.
@@ -47,7 +56,7 @@ fn read_up_to(source: &mut impl Read, bytes: &mut [u8]) -> io::Result<usize> {
         match source.read(&mut bytes[n_read..]) {
             Ok(0) => break,
             Ok(n) => n_read += n,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
     }
@@ -93,8 +102,16 @@ impl<T: Number, R: BufRead> ArrayItems<T, R> {
         let value = self.dtype.decode(bytes);
         match T::from_value(value) {
             Ok(number) => Ok(Some(number)),
-            Err(fault) => Err(self.list.error_at(self.n_read, &fault, &value.to_string())),
+            Err(fault) => Err(self.list.error_at(self.n_read, &fault, &number_text(value))),
         }
+    }
+}
+
+fn number_text(number: NpyNumber) -> String {
+    match number {
+        NpyNumber::Signed(number) => number.to_string(),
+        NpyNumber::Unsigned(number) => number.to_string(),
+        NpyNumber::Real(number) => number.to_string(),
     }
 }
 

@@ -42,7 +42,7 @@ impl<const WIDTH: usize, F: FnMut(&mut [[u64; WIDTH]])> RowWriter<WIDTH, F> {
     pub(super) fn write_npy(self, out: &mut dyn Write) -> io::Result<()> {
         let shape = [self.n_rows, WIDTH as u64];
         let n_dims = if WIDTH == 1 { 1 } else { shape.len() };
-        let header = NpyHeader { dtype: NpyDtype::I64, shape: shape[..n_dims].to_vec() };
+        let header = NpyHeader { dtype: NpyDtype::of::<i64>(), shape: shape[..n_dims].to_vec() };
         out.write_all(&header.to_bytes())?;
         self.write_raw(out)
     }
