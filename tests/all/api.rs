@@ -2,7 +2,7 @@
 
 use std::vec;
 
-use candle_distributed::{batch, checkpoint, mesh, plan, sampler, train, types};
+use candle_distributed::{batch, checkpoint, data, mesh, plan, sampler, train, types};
 
 /// Compiles only if each type is `Send` and `Sync`.
 macro_rules! assert_send_sync {
@@ -35,6 +35,15 @@ fn public_types_are_send_and_sync() {
         batch::Step,
         batch::Collator,
         batch::Error,
+    );
+    assert_send_sync!(
+        data::TextDataset,
+        data::JsonlDataset<u64>,
+        data::NpyDataset<f32>,
+        data::TokenDataset,
+        data::LoaderBuilder<data::TextDataset>,
+        data::LoaderState,
+        data::Error,
     );
     assert_send_sync!(
         plan::ShardingPlan,

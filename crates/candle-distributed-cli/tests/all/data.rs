@@ -76,10 +76,10 @@ fn arrays_hold_only_signed_indices() {
     };
     with(&["--mark-padding"], &["--mark-padding", "text or json", "npy"]);
     with(&["--locate", "3"], &["--locate", "text or json", "npy"]);
-    // More samples than one data set may have.
+    // More samples than signed integers count.
     let mix = "9223372036854775808:1,1:1";
     let long = ["sample", "--mix", mix, "--count", "1", "--format", "npy"];
-    rejects(&long, &["9223372036854775809", "hint: --format text"]);
+    rejects(&long, &["9223372036854775809", "too long"]);
 }
 
 /// Opens a pseudoterminal.

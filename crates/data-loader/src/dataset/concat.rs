@@ -34,7 +34,7 @@ pub(crate) fn ends_of(lens: impl IntoIterator<Item = u64>) -> Vec<u64> {
     lens.into_iter().scan(0, add).collect()
 }
 
-/// Several data sets, one after the other, from [`concat`].
+/// Several data sets, one after the other, from [`concat()`].
 #[derive(Clone, Debug)]
 pub struct ConcatDataset<D> {
     datasets: Vec<D>,

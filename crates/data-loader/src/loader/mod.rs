@@ -167,7 +167,7 @@ impl<T> DataLoader<T> {
     /// # Errors
     ///
     /// [`Error::NoBatches`], [`Error::UnevenBatches`] and [`Error::Batch`] if the batches of the
-    /// epoch cannot be planned. The loader is then unchanged.
+    /// epoch cannot be planned.
     pub fn set_epoch(&mut self, epoch: Epoch) -> Result<()> {
         if self.epoch == Some(epoch) {
             return Ok(());

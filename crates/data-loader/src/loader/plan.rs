@@ -29,13 +29,12 @@ pub(crate) struct PlannedBatch {
 }
 
 /// The batches of a rank from its position to the end of the epoch.
-///
-/// On an error, a plan is unchanged.
 pub(crate) trait BatchPlan: Send {
     /// Moves to the start of an epoch.
     fn set_epoch(&mut self, epoch: Epoch) -> Result<()>;
 
-    /// Moves to a position, and mixes by other weights from there on, if there are some.
+    /// Moves to a position, and mixes by other weights from there on, if there are some. On an
+    /// error, the plan is unchanged.
     fn resume(&mut self, position: &LoaderPosition, weights: Option<&[u64]>) -> Result<()>;
 
     /// Returns the number of batches from the position on.
@@ -75,50 +74,46 @@ impl FixedPlan {
     ) -> Result<Self> {
         let mut plan =
             Self { sampler, batch_size, drops_last, is_uneven, n_batches: 0, most_samples: 0 };
-        plan.start_at(plan.sampler.clone())?;
+        plan.start()?;
         Ok(plan)
     }
 
-    /// Moves to the position of a sampler at the start of an epoch, which must have batches.
-    fn start_at(&mut self, sampler: DistributedSampler) -> Result<()> {
-        let lens = lens_of_ranks(&sampler)?;
+    /// Counts the batches at the start of an epoch, which must have some.
+    fn start(&mut self) -> Result<()> {
+        let lens = lens_of_ranks(&self.sampler)?;
         if lens.iter().all(|&len| self.n_batches_of(len) == 0) {
             return Err(Error::NoBatches {
-                samples: sampler.data_set_len(),
+                samples: self.sampler.data_set_len(),
                 batch_size: self.batch_size,
-                world_size: sampler.placement().world_size(),
+                world_size: self.sampler.placement().world_size(),
             });
         }
-        self.move_to(sampler, &lens)
+        self.count(self.sampler.len(), &lens)
     }
 
-    /// Moves to the position of a sampler, with the number of samples that each rank has left.
-    fn move_to(&mut self, sampler: DistributedSampler, lens: &[u64]) -> Result<()> {
+    /// Counts the batches, given the number of samples that this rank and each rank have left.
+    fn count(&mut self, own_len: u64, lens: &[u64]) -> Result<()> {
         let fewest = lens.iter().map(|&len| self.n_batches_of(len)).min().unwrap_or(0);
         let most = lens.iter().map(|&len| self.n_batches_of(len)).max().unwrap_or(0);
         if fewest != most && !self.is_uneven {
             return Err(Error::UnevenBatches { fewest, most });
         }
-        self.n_batches = self.n_batches_of(sampler.len());
+        self.n_batches = self.n_batches_of(own_len);
         self.most_samples = lens.iter().copied().max().unwrap_or(0);
-        self.sampler = sampler;
         Ok(())
     }
 
     fn n_batches_of(&self, n_samples: u64) -> u64 {
-        if self.drops_last {
-            n_samples / self.batch_size
-        } else {
-            n_samples.div_ceil(self.batch_size)
-        }
+        let size = self.batch_size;
+        if self.drops_last { n_samples / size } else { n_samples.div_ceil(size) }
     }
 }
 
 impl BatchPlan for FixedPlan {
     fn set_epoch(&mut self, epoch: Epoch) -> Result<()> {
-        let mut sampler = self.sampler.clone();
-        sampler.set_epoch(epoch);
-        self.start_at(sampler)
+        // In place, because a copy of the sampler would copy a cached order.
+        self.sampler.set_epoch(epoch);
+        self.start()
     }
 
     fn resume(&mut self, position: &LoaderPosition, weights: Option<&[u64]>) -> Result<()> {
@@ -137,8 +132,9 @@ impl BatchPlan for FixedPlan {
             None => sampler.resume(state)?,
             Some(weights) => sampler.resume_with_weights(state, weights)?,
         }
-        let lens = lens_of_ranks(&sampler)?;
-        self.move_to(sampler, &lens)
+        self.count(sampler.len(), &lens_of_ranks(&sampler)?)?;
+        self.sampler = sampler;
+        Ok(())
     }
 
     fn n_batches(&self) -> u64 {
@@ -166,6 +162,9 @@ impl BatchPlan for FixedPlan {
 
 /// Returns the number of samples that each rank has left.
 fn lens_of_ranks(sampler: &DistributedSampler) -> Result<Vec<u64>> {
+    if sampler.placement() == Placement::SINGLE {
+        return Ok(vec![sampler.len()]);
+    }
     let mut other = sampler.clone();
     let mut lens = Vec::new();
     for placement in sampler.placement().world_size().placements() {

@@ -88,7 +88,8 @@ impl TokenDataset {
         let fault = |fault| Error::Tokens { path: file.path.clone(), fault };
         let first_bytes = file.read(0..LITGPT_HEADER_BYTES)?;
         let data_start = header_bytes(&first_bytes, token_type).map_err(fault)?;
-        let n_bytes = file.len() - data_start;
+        let n_bytes = file.len().checked_sub(data_start);
+        let n_bytes = n_bytes.ok_or_else(|| fault("the header is cut short".into()))?;
         let token_bytes = token_type.n_bytes() as u64;
         if n_bytes % token_bytes != 0 {
             return Err(fault(format!("{n_bytes} bytes are no whole number of {token_type:?}")));
@@ -132,9 +133,6 @@ fn header_bytes(first_bytes: &[u8], token_type: TokenType) -> Result<u64, String
     };
     if !expected.contains(&code) {
         return Err(format!("the header has type {code}, which is not {token_type:?}"));
-    }
-    if (first_bytes.len() as u64) < LITGPT_HEADER_BYTES {
-        return Err("the header is cut short".into());
     }
     Ok(LITGPT_HEADER_BYTES)
 }

@@ -400,14 +400,12 @@ fn print_indices(args: &SampleArgs, sampler: &DistributedSampler) -> Result<()> 
         }),
         FormatArg::Text | FormatArg::Npy if args.workers == 1 => {
             let mut start = args.start;
-            let fill = |rows: &mut [[u64; 1]]| {
-                start += sampler.fill(start, rows.as_flattened_mut()) as u64;
-            };
-            print_rows(args, sampler.data_set_len(), RowWriter { n_rows: count, fill })
+            let fill = |rows: &mut [u64]| start += sampler.fill(start, rows) as u64;
+            print_rows(args, RowWriter { n_rows: count, fill })
         }
         FormatArg::Text | FormatArg::Npy => {
-            let fill = rows::fill_from(printed.iter().map(|index| [index]));
-            print_rows(args, sampler.data_set_len(), RowWriter { n_rows: count, fill })
+            let fill = rows::fill_from(printed.iter());
+            print_rows(args, RowWriter { n_rows: count, fill })
         }
     }?;
     match &args.save_state {
@@ -416,19 +414,12 @@ fn print_indices(args: &SampleArgs, sampler: &DistributedSampler) -> Result<()> 
     }
 }
 
-/// Prints rows of indices below `n_samples` as text or as an array.
-fn print_rows<const WIDTH: usize>(
-    args: &SampleArgs,
-    n_samples: u64,
-    rows: RowWriter<WIDTH, impl FnMut(&mut [[u64; WIDTH]])>,
-) -> Result<()> {
+/// Prints indices as text or as an array.
+fn print_rows(args: &SampleArgs, rows: RowWriter<impl FnMut(&mut [u64])>) -> Result<()> {
     match args.format {
         // JSON has other fields too, so callers print it themselves.
         FormatArg::Text | FormatArg::Json => output::text(|out| rows.write_text(out)),
-        FormatArg::Npy => {
-            rows::check_npy(n_samples)?;
-            output::bytes(|out| rows.write_npy(out))
-        }
+        FormatArg::Npy => output::bytes(|out| rows.write_npy(out)),
     }
 }
 
