@@ -10,9 +10,7 @@
 use std::hint::black_box;
 
 use candle_distributed::{
-    sampler::{
-        DistributedSampler, MixtureEnd, MixturePart, Order, Partition, SamplerConfig, Tail,
-    },
+    sampler::{DistributedSampler, MixtureEnd, MixturePart, Order, Partition, SamplerConfig, Tail},
     types::{Epoch, Placement},
 };
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};

@@ -47,10 +47,7 @@ impl<F: FnMut(&mut [u64])> RowWriter<F> {
         })
     }
 
-    fn for_each_block(
-        mut self,
-        mut write: impl FnMut(&[u64]) -> io::Result<()>,
-    ) -> io::Result<()> {
+    fn for_each_block(mut self, mut write: impl FnMut(&[u64]) -> io::Result<()>) -> io::Result<()> {
         let mut block = vec![0; BLOCK];
         let mut n_left = self.n_rows;
         while n_left > 0 {
