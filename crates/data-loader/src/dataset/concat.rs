@@ -1,4 +1,4 @@
-//! Several data sets, one after the other.
+//! Concatenated data sets.
 
 use core_types::{Fingerprint, Seed};
 
@@ -7,7 +7,7 @@ use crate::{
     error::{BoxError, Error, Result},
 };
 
-/// Returns the samples of several data sets, one data set after the other.
+/// Concatenates the samples of several data sets.
 ///
 /// # Examples
 ///
@@ -34,7 +34,7 @@ pub(crate) fn ends_of(lens: impl IntoIterator<Item = u64>) -> Vec<u64> {
     lens.into_iter().scan(0, add).collect()
 }
 
-/// Several data sets, one after the other, from [`concat()`].
+/// Concatenated data sets, from [`concat()`].
 #[derive(Clone, Debug)]
 pub struct ConcatDataset<D> {
     datasets: Vec<D>,

@@ -86,7 +86,7 @@ pub(crate) fn random_split<D: Dataset>(
     Ok(subsets)
 }
 
-/// Returns a number below `n`: the upper half of a product, whose bias is below n / 2^64.
+/// Returns a number below `n`: the upper half of a product, with a bias below n / 2^64.
 fn below(seed: Seed, n: u64) -> u64 {
     ((u128::from(seed.as_u64()) * u128::from(n)) >> 64) as u64
 }

@@ -100,7 +100,7 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     }
 
     /// Reads the samples in the order of a sampler: weighted, stratified, sharded or mixed. Its
-    /// placement is that of the loader.
+    /// placement applies, unless [`placement`](Self::placement) sets another.
     pub fn sampler(self, sampler: DistributedSampler) -> Self {
         Self { sampler: Some(sampler), ..self }
     }
@@ -139,10 +139,10 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
         Self { on_error, ..self }
     }
 
-    /// Sets the time that the taker of a batch waits for it; no limit by default.
+    /// Sets the maximum time to wait for a batch; no limit by default.
     ///
-    /// A batch that is late is [`Error::Timeout`], and the next one follows as usual. Dropping the
-    /// loader also waits no longer for its threads. A thread that hangs then goes on alone.
+    /// A late batch is [`Error::Timeout`], and the next batch follows as usual. Dropping the loader
+    /// also waits at most this long for its threads, and detaches a thread that hangs.
     pub fn timeout(mut self, limit: Duration) -> Self {
         self.workers.timeout = Some(limit);
         self

@@ -68,9 +68,9 @@ impl WorkerPool {
         let (sender, receiver) = mpsc::sync_channel(1);
         let job = move || {
             // `f` is dropped in here, before its result is sent, so that the receiver of the last
-            // result is the only owner of what all the functions shared.
+            // result is the only owner of the data that all the functions shared.
             let result = catch_unwind(AssertUnwindSafe(f));
-            // Sending fails if nobody waits for the result.
+            // Sending fails if the receiver was dropped.
             drop(sender.send(result));
         };
         self.shared.lock().jobs.push_back(Box::new(job));

@@ -87,7 +87,7 @@ impl DataFile {
 
     /// Returns a hash of the length and of the first and the last bytes.
     ///
-    /// It equals that of a copy, which has another time.
+    /// A copy of the file has another time, but the same hash.
     pub(crate) fn edge_hash(&self) -> Result<u64> {
         const EDGE_BYTES: u64 = 4096;
         let mut fingerprint = Fingerprint::new();

@@ -136,7 +136,7 @@ impl TextDataset {
             return Err(Error::setting("the maximum of bytes per sample", &value, "at least 8"));
         }
         if path.is_dir() && matches!(config.index, IndexPlace::At(_)) {
-            let expected = "in memory or beside the files of a folder";
+            let expected = "in memory or next to the files of a folder";
             return Err(Error::setting("the place of the index", "one file", expected));
         }
         let rule =

@@ -1,5 +1,5 @@
-//! The law of all histories: over random data sets, orders, batches, workers and worlds, with a
-//! kill after any batch, no sample is lost or read twice, and workers change nothing.
+//! The law of all histories: no sample is lost or read twice, and workers change nothing. Histories
+//! have random data sets, orders, batches, workers and worlds, with a kill after any batch.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -37,7 +37,7 @@ impl Dice {
     }
 }
 
-/// What all loaders of a history have in common.
+/// Common properties of all loaders of a history.
 struct History {
     n: u64,
     batches: BatchKind,
@@ -143,7 +143,7 @@ impl History {
         }
     }
 
-    /// Returns a data set whose samples are their indices.
+    /// Returns a data set of samples that equal their indices.
     fn dataset(&self) -> Box<dyn Dataset<Item = u64>> {
         let n = self.n;
         match self.dataset {
@@ -218,7 +218,7 @@ fn draw_planned(dice: &mut Dice, n: u64) -> BatchKind {
 
 type Loader = DataLoader<(u64, Vec<u64>, Vec<bool>)>;
 
-/// What the loaders of a history have read.
+/// Samples that the loaders of a history have read.
 struct Reads {
     expected: BTreeMap<u64, u64>,
     seen: BTreeMap<u64, u64>,

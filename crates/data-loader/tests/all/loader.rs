@@ -37,8 +37,8 @@ fn epoch_of<D: Dataset<Item = u64> + 'static>(builder: LoaderBuilder<D>, epoch: 
     batches
 }
 
-/// Numbers whose reading takes turns: each sample is read only after those of later batches were
-/// begun, as far as there are threads.
+/// Numbers that threads finish out of order: every other read waits until `lookahead` later reads
+/// have begun.
 struct SlowFirst {
     n: u64,
     n_begun: Mutex<u64>,
@@ -323,7 +323,7 @@ fn cancelled_batches_end_after_a_sample() {
     let release = |n: usize| (0..n).for_each(|_| sender.send(()).unwrap());
     release(50);
     loader.next().unwrap().unwrap();
-    // The worker is at the first sample of the second batch, which nobody takes.
+    // The worker is at the first sample of the second batch, which is never taken.
     assert_eq!(has_begun.iter().take(51).last(), Some(50));
     loader.set_epoch(Epoch::new(1)).unwrap();
     release(100);

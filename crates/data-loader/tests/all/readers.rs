@@ -179,7 +179,7 @@ fn json_lines_skip_blank_lines() {
     assert!(matches!(error_of(dataset.read(1)), Error::Line { line: 3, .. }));
 }
 
-/// A file of `n` lines, and its kept index.
+/// Writes a file of `n` lines and its index, and returns their paths.
 fn indexed_lines(folder: &TempDir, n: u64) -> (PathBuf, PathBuf) {
     let lines: Vec<u8> = (0..n).flat_map(|n| format!("{n}\n").into_bytes()).collect();
     let path = write(folder, "numbers.jsonl", lines);
@@ -358,7 +358,7 @@ fn numbers_convert_when_asked() {
     assert_eq!(NpyDataset::<f32>::open_as(&path).unwrap().read(0).unwrap().values, [1.5]);
 }
 
-/// An array file with this header text.
+/// Returns an array file with this header text.
 fn array_with(header: &str) -> Vec<u8> {
     let size = u16::try_from(header.len()).unwrap().to_le_bytes();
     [b"\x93NUMPY\x01\x00", &size[..], header.as_bytes(), &[0; 8]].concat()
