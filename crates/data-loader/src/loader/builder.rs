@@ -191,8 +191,10 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
                 Box::new(DynamicPlan::new(sampler, lengths, config, step_config)?)
             }
         };
-        let start = || WorkerPool::start(workers.n_workers, workers.timeout);
-        let pool = (workers.n_workers > 0).then(start).transpose()?;
+        let pool = match workers.n_workers {
+            0 => None,
+            n_workers => Some(WorkerPool::start(n_workers, workers.timeout)?),
+        };
         Ok(DataLoader {
             plan,
             epoch: None,
@@ -237,10 +239,10 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     fn make_sampler(&self) -> Result<DistributedSampler> {
         let n_samples = self.dataset.len();
         if let Some((_, lengths)) = &self.batches {
-            let (found, expected) = (lengths.count(), n_samples);
-            if found != expected {
+            let found = lengths.count();
+            if found != n_samples {
                 let what = "the list of lengths";
-                return Err(Error::LengthMismatch { what, found, expected });
+                return Err(Error::LengthMismatch { what, found, expected: n_samples });
             }
         }
         match (&self.sampler, self.placement) {

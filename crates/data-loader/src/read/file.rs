@@ -102,8 +102,7 @@ fn check_unchanged(path: &Path, expected: FileStamp, found: FileStamp) -> Result
     if expected == found {
         return Ok(());
     }
-    let (expected, found) = (expected.n_bytes, found.n_bytes);
-    Err(Error::FileChanged { path: path.into(), expected, found })
+    Err(Error::FileChanged { path: path.into(), expected: expected.n_bytes, found: found.n_bytes })
 }
 
 /// Reads a file from a position to the end, without the file's own position.

@@ -10,7 +10,7 @@
 //! takes the same time for files of any length.
 
 use std::{
-    io::Write,
+    io::{self, Write},
     ops::Range,
     path::{Path, PathBuf},
     sync::OnceLock,
@@ -141,19 +141,19 @@ impl LineIndex {
     /// Writes the index to a file, which is complete when it has its name.
     fn keep(&self, text: &DataFile, rule: SplitRule, path: &Path, edge_hash: u64) -> Result<()> {
         let header = encode_header(text, rule, edge_hash, self.n_samples);
-        let header_checksum = crc32fast::hash(&header);
-        let write = || {
-            let mut file = AtomicFile::new(path)?;
-            file.write_all(&header)?;
-            for (number, block) in (0..).zip(&self.blocks) {
-                let block = block.get().into_iter();
-                for bytes in block.map(|block| block.encode(header_checksum, number)) {
-                    file.write_all(&bytes)?;
-                }
+        self.write(&header, path).map_err(Error::io(path))
+    }
+
+    fn write(&self, header: &[u8], path: &Path) -> io::Result<()> {
+        let header_checksum = crc32fast::hash(header);
+        let mut file = AtomicFile::new(path)?;
+        file.write_all(header)?;
+        for (number, block) in (0..).zip(&self.blocks) {
+            if let Some(block) = block.get() {
+                file.write_all(&block.encode(header_checksum, number))?;
             }
-            file.persist()
-        };
-        write().map_err(Error::io(path))
+        }
+        file.persist()
     }
 
     pub(crate) fn len(&self) -> u64 {

@@ -204,11 +204,12 @@ impl<F: FnMut(SampleEnd) -> Result<()>> Splitter<'_, F> {
 /// not in a character or between `\r` and `\n`. Text that is not UTF-8 may lack one near its end.
 fn last_boundary(text: &[u8]) -> usize {
     let last = text.len() - 1;
-    let is_boundary = |&at: &usize| {
-        let is_character_start = text[at] & 0xc0 != 0x80;
-        is_character_start && !(text[at] == b'\n' && text[at - 1] == b'\r')
-    };
-    (last - LONGEST_CUT..=last).rev().find(is_boundary).unwrap_or(last)
+    (last - LONGEST_CUT..=last).rev().find(|&end| is_boundary(text, end)).unwrap_or(last)
+}
+
+fn is_boundary(text: &[u8], position: usize) -> bool {
+    let is_character_start = text[position] & 0xc0 != 0x80;
+    is_character_start && !(text[position] == b'\n' && text[position - 1] == b'\r')
 }
 
 /// Maximum distance of a boundary: 3 bytes of a character.

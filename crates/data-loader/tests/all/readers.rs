@@ -31,10 +31,13 @@ fn error_of<T: std::fmt::Debug>(result: Result<T, BoxError>) -> Error {
     *result.unwrap_err().downcast().unwrap()
 }
 
+fn is_blank(text: &str) -> bool {
+    text.bytes().all(|byte| byte.is_ascii_whitespace())
+}
+
 /// Returns the samples of a text, without an index.
 fn naive(text: &str, unit: TextUnit) -> Vec<String> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-    let is_blank = |text: &str| text.bytes().all(|byte| byte.is_ascii_whitespace());
     match unit {
         TextUnit::Line => text.lines().map(str::to_owned).collect(),
         TextUnit::Paragraph => {
@@ -449,8 +452,8 @@ fn token_blocks_equal_slices() {
     ] {
         let path = write(&folder, "a.bin", bytes);
         for (block, stride) in [(1, 1), (5, 4), (7, 7), (50, 3)] {
-            let open = |block| TokenDataset::open(&path, token_type, block as u64).unwrap();
-            let dataset = open(block).stride(stride as u64).unwrap();
+            let dataset = TokenDataset::open(&path, token_type, block as u64).unwrap();
+            let dataset = dataset.stride(stride as u64).unwrap();
             let expected: Vec<_> = tokens.windows(block).step_by(stride).collect();
             assert_eq!(all(&dataset), expected, "{token_type:?} {block} {stride}");
         }
