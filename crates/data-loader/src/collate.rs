@@ -33,10 +33,9 @@ impl SampleBatch<Vec<u32>> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn pad(&self, collator: &Collator, device: &Device) -> Result<BatchTensors<PaddedRows>> {
-        let n_kept = |ids: &Vec<u32>| {
-            (ids.len() as u64).min(collator.max_sequence_length.unwrap_or(u64::MAX))
-        };
-        let batch = self.with_lengths(n_kept).map_err(candle_core::Error::wrap)?;
+        let limit = collator.max_sequence_length.unwrap_or(u64::MAX);
+        let batch = self.with_lengths(|ids| limit.min(ids.len() as u64));
+        let batch = batch.map_err(candle_core::Error::wrap)?;
         collator.pad(&batch, |position| self.ids_at(position), device)
     }
 

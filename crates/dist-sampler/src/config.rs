@@ -102,7 +102,8 @@ impl SamplerConfig {
     ///
     /// `ddp_drop_last_distributed_round=False` is `with_tail(Tail::Spread)`: every sample is read,
     /// and some ranks read one more. [`DistributedSampler::spdl_random`] and
-    /// [`DistributedSampler::spdl_deterministic`] also reject what SPDL rejects.
+    /// [`DistributedSampler::spdl_deterministic`] also reject all inputs that SPDL
+    /// rejects.
     ///
     /// [`DistributedSampler::spdl_random`]: crate::DistributedSampler::spdl_random
     /// [`DistributedSampler::spdl_deterministic`]: crate::DistributedSampler::spdl_deterministic

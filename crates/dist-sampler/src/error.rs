@@ -62,7 +62,7 @@ pub enum Error {
     /// The sum of the weights exceeds the largest `f64`.
     #[error("the sum of the weights overflows at index {index}, weight {weight}")]
     WeightSumOverflow {
-        /// First index at which the sum overflows.
+        /// First index that makes the sum overflow.
         index: usize,
         /// Weight as text.
         weight: String,

@@ -154,7 +154,7 @@ impl UnreadPositions {
         }
     }
 
-    /// Returns the position from which on all positions of an order of `len` are unread.
+    /// Returns the start of the unread rest of an order of `len`.
     pub(crate) fn read_end(&self, len: u64) -> u64 {
         match &self.worlds[..] {
             [world] => world.only_range().filter(|range| range.end == len),

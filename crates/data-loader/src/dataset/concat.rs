@@ -1,4 +1,4 @@
-//! Several data sets, one after the other.
+//! Concatenated data sets.
 
 use core_types::{Fingerprint, Seed};
 
@@ -7,7 +7,7 @@ use crate::{
     error::{BoxError, Error, Result},
 };
 
-/// Returns the samples of several data sets, one data set after the other.
+/// Concatenates the samples of several data sets.
 ///
 /// # Examples
 ///
@@ -27,14 +27,16 @@ pub fn concat<D: Dataset>(datasets: impl IntoIterator<Item = D>) -> ConcatDatase
 /// Returns the end of each range of these lengths. A sum beyond 64 bits saturates, and samplers
 /// reject it as a length.
 pub(crate) fn ends_of(lens: impl IntoIterator<Item = u64>) -> Vec<u64> {
-    let add = |end: &mut u64, len| {
-        *end = end.saturating_add(len);
-        Some(*end)
-    };
-    lens.into_iter().scan(0, add).collect()
+    let mut ends = Vec::new();
+    let mut end = 0_u64;
+    for len in lens {
+        end = end.saturating_add(len);
+        ends.push(end);
+    }
+    ends
 }
 
-/// Several data sets, one after the other, from [`concat()`].
+/// Concatenated data sets, from [`concat()`].
 #[derive(Clone, Debug)]
 pub struct ConcatDataset<D> {
     datasets: Vec<D>,

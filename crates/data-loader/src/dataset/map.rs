@@ -1,4 +1,4 @@
-//! Data sets whose samples are changed when they are read.
+//! Data sets that change samples when they are read.
 
 use core_types::Seed;
 
@@ -37,7 +37,7 @@ where
         self.dataset.len()
     }
 
-    /// Reads a sample. Random changes are those of a fixed seed.
+    /// Reads a sample, with random changes from a fixed seed.
     fn read(&self, index: u64) -> Result<T, BoxError> {
         self.read_seeded(index, Seed::default().derive(index))
     }

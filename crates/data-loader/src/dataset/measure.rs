@@ -40,8 +40,10 @@ pub fn measure<D: Dataset>(
     };
     let measure_range = &measure_range;
     let parts: Vec<_> = thread::scope(|scope| {
-        let start = |placement| scope.spawn(move || measure_range(placement));
-        let handles: Vec<_> = threads.placements().map(start).collect();
+        let mut handles = Vec::new();
+        for placement in threads.placements() {
+            handles.push(scope.spawn(move || measure_range(placement)));
+        }
         handles.into_iter().map(thread::ScopedJoinHandle::join).collect()
     });
     let mut lengths = Vec::new();

@@ -70,7 +70,7 @@ pub trait Dataset: Send + Sync {
         let _ = indices;
     }
 
-    /// Returns a hash that differs for other contents, or `None` if the data set has none.
+    /// Returns a hash that differs for other contents, or `None` if the data set cannot compute it.
     ///
     /// A loader compares it when it resumes.
     fn fingerprint(&self) -> Option<u64> {

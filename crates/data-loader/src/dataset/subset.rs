@@ -72,7 +72,7 @@ pub(crate) fn random_split<D: Dataset>(
     let mut n_drawn = 0;
     shuffle(&mut indices, |n| {
         n_drawn += 1;
-        below(seed.derive(n_drawn), n)
+        draw_below(seed.derive(n_drawn), n)
     });
     let dataset = Arc::new(dataset);
     let mut start = 0;
@@ -86,8 +86,8 @@ pub(crate) fn random_split<D: Dataset>(
     Ok(subsets)
 }
 
-/// Returns a number below `n`: the upper half of a product, whose bias is below n / 2^64.
-fn below(seed: Seed, n: u64) -> u64 {
+/// Returns a number below `n`: the upper half of a product, with a bias below n / 2^64.
+fn draw_below(seed: Seed, n: u64) -> u64 {
     ((u128::from(seed.as_u64()) * u128::from(n)) >> 64) as u64
 }
 

@@ -100,7 +100,7 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     }
 
     /// Reads the samples in the order of a sampler: weighted, stratified, sharded or mixed. Its
-    /// placement is that of the loader.
+    /// placement applies, unless [`placement`](Self::placement) sets another.
     pub fn sampler(self, sampler: DistributedSampler) -> Self {
         Self { sampler: Some(sampler), ..self }
     }
@@ -139,10 +139,10 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
         Self { on_error, ..self }
     }
 
-    /// Sets the time that the taker of a batch waits for it; no limit by default.
+    /// Sets the maximum time to wait for a batch; no limit by default.
     ///
-    /// A batch that is late is [`Error::Timeout`], and the next one follows as usual. Dropping the
-    /// loader also waits no longer for its threads. A thread that hangs then goes on alone.
+    /// A late batch is [`Error::Timeout`], and the next batch follows as usual. Dropping the loader
+    /// also waits at most this long for its threads, and detaches a thread that hangs.
     pub fn timeout(mut self, limit: Duration) -> Self {
         self.workers.timeout = Some(limit);
         self
@@ -191,8 +191,10 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
                 Box::new(DynamicPlan::new(sampler, lengths, config, step_config)?)
             }
         };
-        let start = || WorkerPool::start(workers.n_workers, workers.timeout);
-        let pool = (workers.n_workers > 0).then(start).transpose()?;
+        let pool = match workers.n_workers {
+            0 => None,
+            n_workers => Some(WorkerPool::start(n_workers, workers.timeout)?),
+        };
         Ok(DataLoader {
             plan,
             epoch: None,
@@ -237,10 +239,10 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     fn make_sampler(&self) -> Result<DistributedSampler> {
         let n_samples = self.dataset.len();
         if let Some((_, lengths)) = &self.batches {
-            let (found, expected) = (lengths.count(), n_samples);
-            if found != expected {
+            let found = lengths.count();
+            if found != n_samples {
                 let what = "the list of lengths";
-                return Err(Error::LengthMismatch { what, found, expected });
+                return Err(Error::LengthMismatch { what, found, expected: n_samples });
             }
         }
         match (&self.sampler, self.placement) {

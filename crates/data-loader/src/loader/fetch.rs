@@ -101,7 +101,7 @@ pub(crate) type MakeBatch<T> = dyn Fn(&BatchJob) -> MadeBatch<T> + Send + Sync;
 pub(crate) struct JobProgress {
     /// Index of the sample that is read, or one of the following values.
     sample: AtomicU64,
-    /// Whether nobody will take the batch. All batches of an epoch share it.
+    /// Whether the batch is cancelled. All batches of an epoch share it.
     is_cancelled: Arc<AtomicBool>,
 }
 
@@ -166,7 +166,7 @@ fn read_samples<D: Dataset>(
     samples.batch.indices.clear();
     for (position, (&index, &is_padding)) in batch.indices.iter().zip(is_padding).enumerate() {
         if job.progress.is_cancelled.load(Ordering::Relaxed) {
-            // Nobody takes this batch.
+            // The incomplete batch is never returned.
             break;
         }
         job.progress.set(index);

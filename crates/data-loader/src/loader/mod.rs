@@ -77,10 +77,10 @@ pub struct DataLoader<T> {
     n_started: u64,
     /// Batches that are ready or in progress, in order.
     pending: VecDeque<PendingBatch<T>>,
-    /// Whether the pending batches are not needed.
+    /// Whether the pending batches are cancelled.
     is_cancelled: Arc<AtomicBool>,
     make: Arc<MakeBatch<T>>,
-    /// Worker threads; `None` if the taker makes the batches.
+    /// Worker threads; `None` if `next` makes the batches.
     pool: Option<WorkerPool>,
     workers: WorkerSettings,
     on_error: OnError,
@@ -98,7 +98,7 @@ struct PendingBatch<T> {
 }
 
 impl<T: Send + 'static> DataLoader<T> {
-    /// Returns the batch that the plan has next, as a job.
+    /// Returns the next batch of the plan, as a job.
     fn next_job(&mut self, epoch: Epoch) -> BatchJob {
         let planned = self.plan.next_batch(self.n_started);
         self.n_started += 1;
@@ -213,8 +213,8 @@ impl<T> DataLoader<T> {
     /// Moves to the position of another loader, of any rank of any world with any number of
     /// workers.
     ///
-    /// If the number of ranks has changed, the samples that were not read are assigned anew: over
-    /// all ranks, no sample is lost or read again, except for the tail of this world.
+    /// If the number of ranks has changed, the unread samples are assigned anew. Over all ranks, no
+    /// sample is lost or read again, except for the tail of this world.
     ///
     /// # Errors
     ///

@@ -201,6 +201,10 @@ impl DynamicPlan {
         let order = sampler.with_placement(Placement::SINGLE)?;
         Ok(Self { order, placement, lengths, max_length, batches, steps: None })
     }
+
+    fn cut_length(&self, index: u64) -> u64 {
+        self.lengths.length(index).unwrap_or(0).min(self.max_length)
+    }
 }
 
 impl BatchPlan for DynamicPlan {
@@ -242,8 +246,7 @@ impl BatchPlan for DynamicPlan {
         let (_, steps) = self.steps.as_mut().expect("batches are read after an epoch was set");
         let number = steps.state().step;
         let batch = steps.next().expect("there are as many steps as counted").batch;
-        let length_of = |&index: &u64| self.lengths.length(index).unwrap_or(0).min(self.max_length);
-        let lengths = batch.indices.iter().map(length_of).collect();
+        let lengths = batch.indices.iter().map(|&index| self.cut_length(index)).collect();
         let is_padding = vec![false; batch.len()];
         PlannedBatch { number, batch, is_padding, lengths: Some(lengths) }
     }

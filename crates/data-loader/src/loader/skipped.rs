@@ -26,7 +26,7 @@ pub enum OnError {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct SkippedSample {
-    /// Epoch in which it was skipped.
+    /// Epoch of the failed read.
     pub epoch: Epoch,
     /// Index in the data set.
     pub index: u64,

@@ -51,7 +51,7 @@ impl<I: Iterator> PrefetchBuilder<I> {
     }
 
     /// Sets the maximum number of results that are ready or in progress; two per thread by default.
-    /// Reserve memory for one more, which the taker uses.
+    /// Reserve memory for one more, the result in use.
     pub fn depth(self, depth: usize) -> Self {
         Self { depth: Some(depth), ..self }
     }
@@ -91,7 +91,7 @@ impl<I: Iterator> PrefetchBuilder<I> {
 pub struct PrefetchIter<I: Iterator, F, T> {
     items: Fuse<I>,
     f: Arc<F>,
-    /// Worker threads; `None` if the taker makes the results.
+    /// Worker threads; `None` if `next` makes the results.
     pool: Option<WorkerPool>,
     depth: usize,
     /// Results that are ready or in progress, in order.

@@ -66,14 +66,14 @@ impl WorkerPool {
         f: impl FnOnce() -> T + Send + 'static,
     ) -> PendingResult<T> {
         let (sender, receiver) = mpsc::sync_channel(1);
-        let job = move || {
+        let job: Job = Box::new(move || {
             // `f` is dropped in here, before its result is sent, so that the receiver of the last
-            // result is the only owner of what all the functions shared.
+            // result is the only owner of the data that all the functions shared.
             let result = catch_unwind(AssertUnwindSafe(f));
-            // Sending fails if nobody waits for the result.
+            // Sending fails if the receiver was dropped.
             drop(sender.send(result));
-        };
-        self.shared.lock().jobs.push_back(Box::new(job));
+        });
+        self.shared.lock().jobs.push_back(job);
         self.shared.changed.notify_one();
         PendingResult { receiver }
     }
@@ -114,9 +114,11 @@ impl SharedQueue {
 
     /// Waits for a job, or returns `None` after the queue was closed.
     fn next_job(&self) -> Option<Job> {
-        let is_idle = |queue: &mut JobQueue| queue.jobs.is_empty() && !queue.is_closed;
-        let waited = self.changed.wait_while(self.lock(), is_idle);
-        waited.unwrap_or_else(PoisonError::into_inner).jobs.pop_front()
+        let mut queue = self.lock();
+        while queue.jobs.is_empty() && !queue.is_closed {
+            queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+        queue.jobs.pop_front()
     }
 }
 

@@ -87,7 +87,7 @@ impl DataFile {
 
     /// Returns a hash of the length and of the first and the last bytes.
     ///
-    /// It equals that of a copy, which has another time.
+    /// A copy of the file has another time, but the same hash.
     pub(crate) fn edge_hash(&self) -> Result<u64> {
         const EDGE_BYTES: u64 = 4096;
         let mut fingerprint = Fingerprint::new();
@@ -102,8 +102,7 @@ fn check_unchanged(path: &Path, expected: FileStamp, found: FileStamp) -> Result
     if expected == found {
         return Ok(());
     }
-    let (expected, found) = (expected.n_bytes, found.n_bytes);
-    Err(Error::FileChanged { path: path.into(), expected, found })
+    Err(Error::FileChanged { path: path.into(), expected: expected.n_bytes, found: found.n_bytes })
 }
 
 /// Reads a file from a position to the end, without the file's own position.

@@ -67,8 +67,8 @@ impl IndexedText {
         let n_blank = sample.bytes.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
         let n_blank_lines = count_newlines(&sample.bytes[..n_blank]);
         let known = sample.place.known_position;
-        let between = file.reader_at(known).take(sample.place.bytes.start - known);
-        match count_lines(between) {
+        let gap = file.reader_at(known).take(sample.place.bytes.start - known);
+        match count_lines(gap) {
             Ok(n_lines) => Error::Line {
                 path: self.path.clone(),
                 line: sample.place.lines_before_known + n_lines + n_blank_lines + 1,

@@ -1,7 +1,7 @@
-//! The places of samples in a text file, kept in memory or in a file of their own.
+//! The places of samples in a text file, stored in memory or in a separate file.
 //!
-//! The index has blocks of 4,096 samples: the number of lines before the block, the start of each
-//! 64 samples in 8 bytes, and the end of each sample after that start in 4 bytes. That is 4.1 bytes
+//! The index has blocks of 4,096 samples. A block stores the number of lines before it, the start
+//! of each 64 samples in 8 bytes, and the end of each sample after that start in 4 bytes: 4.1 bytes
 //! a sample.
 //!
 //! An index file has a header and the blocks, each with a checksum, in little-endian order. The
@@ -10,7 +10,7 @@
 //! takes the same time for files of any length.
 
 use std::{
-    io::Write,
+    io::{self, Write},
     ops::Range,
     path::{Path, PathBuf},
     sync::OnceLock,
@@ -36,7 +36,7 @@ pub enum IndexPlace {
     /// In memory. No file is written.
     #[default]
     InMemory,
-    /// In a file beside the text file, with `.line-index` after its name.
+    /// In a file next to the text file, with `.line-index` after its name.
     Beside,
     /// In this file. A folder of texts has no such place.
     At(PathBuf),
@@ -95,7 +95,7 @@ struct IndexBlock {
     ends: Vec<u32>,
 }
 
-/// The place of a sample, and a place before it whose line is known.
+/// The place of a sample, and an earlier place with a known line number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SamplePlace {
     pub(crate) bytes: Range<u64>,
@@ -141,19 +141,19 @@ impl LineIndex {
     /// Writes the index to a file, which is complete when it has its name.
     fn keep(&self, text: &DataFile, rule: SplitRule, path: &Path, edge_hash: u64) -> Result<()> {
         let header = encode_header(text, rule, edge_hash, self.n_samples);
-        let header_checksum = crc32fast::hash(&header);
-        let write = || {
-            let mut file = AtomicFile::new(path)?;
-            file.write_all(&header)?;
-            for (number, block) in (0..).zip(&self.blocks) {
-                let block = block.get().into_iter();
-                for bytes in block.map(|block| block.encode(header_checksum, number)) {
-                    file.write_all(&bytes)?;
-                }
+        self.write(&header, path).map_err(Error::io(path))
+    }
+
+    fn write(&self, header: &[u8], path: &Path) -> io::Result<()> {
+        let header_checksum = crc32fast::hash(header);
+        let mut file = AtomicFile::new(path)?;
+        file.write_all(header)?;
+        for (number, block) in (0..).zip(&self.blocks) {
+            if let Some(block) = block.get() {
+                file.write_all(&block.encode(header_checksum, number))?;
             }
-            file.persist()
-        };
-        write().map_err(Error::io(path))
+        }
+        file.persist()
     }
 
     pub(crate) fn len(&self) -> u64 {
@@ -277,8 +277,8 @@ impl IndexBlock {
         block.is_ascending(n_text_bytes).then_some(block)
     }
 
-    /// Returns true if all samples are in the text, one after the other. A checksum proves no more
-    /// than that the block is as it was written.
+    /// Returns true if the samples are in ascending order within the text. A checksum proves only
+    /// that the block is as it was written.
     fn is_ascending(&self, n_text_bytes: u64) -> bool {
         let Some(&(mut position)) = self.starts.first() else { return false };
         self.ends.iter().enumerate().all(|(sample, &end)| {
@@ -357,7 +357,7 @@ mod tests {
     const LINES: SplitRule =
         SplitRule { unit: TextUnit::Line, skips_blank_lines: false, max_bytes: None };
 
-    /// A file with a hole before its last bytes.
+    /// Writes a file with a hole before its last bytes.
     fn sparse_file(folder: &Path, start: u64, end: &[u8]) -> DataFile {
         use std::{
             fs::File,

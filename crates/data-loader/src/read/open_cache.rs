@@ -9,8 +9,8 @@ use std::{
 /// Open resources by number; the least recently used one is closed for another.
 ///
 /// There are two kinds of locks. The lock of the map is held for a look-up only. The lock of an
-/// entry is held while one thread opens it, and other threads that need it wait. No thread takes
-/// the lock of an entry while it holds that of the map.
+/// entry is held while one thread opens it, and other threads that need it wait. No thread locks
+/// an entry while it holds the lock of the map.
 pub(crate) struct OpenCache<T> {
     capacity: usize,
     entries: Mutex<CacheEntries<T>>,

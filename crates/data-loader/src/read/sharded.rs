@@ -1,4 +1,4 @@
-//! Data sets of many shards, of which few are open.
+//! Data sets of many shards with few open at a time.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -33,8 +33,8 @@ pub trait ShardSource: Send + Sync {
 /// The samples of many shards, one shard after the other. A limited number of shards is open: the
 /// least recently used one is closed for another.
 ///
-/// One thread opens a shard, and other threads that need it wait. Read it with
-/// `DistributedSampler::sharded`, whose order uses few shards at a time.
+/// One thread opens a shard, and other threads that need it wait. Read it in the order of
+/// `DistributedSampler::sharded`, which uses few shards at a time.
 ///
 /// # Examples
 ///
@@ -70,7 +70,8 @@ pub struct ShardedDataset<S: ShardSource> {
 }
 
 impl<S: ShardSource> ShardedDataset<S> {
-    /// Creates a data set with at most `max_open` open shards, beside those that threads read.
+    /// Creates a data set with at most `max_open` open shards, plus closed shards that threads still
+    /// read.
     ///
     /// Use at least the number of lanes of the sampler over the number of ranks, plus one per
     /// worker.

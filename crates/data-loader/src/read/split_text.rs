@@ -24,7 +24,7 @@ pub enum TextUnit {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SplitRule {
     pub(crate) unit: TextUnit,
-    /// Whether blank lines are no samples.
+    /// Whether blank lines are left out.
     pub(crate) skips_blank_lines: bool,
     /// Maximum bytes of a sample; longer ones are cut.
     pub(crate) max_bytes: Option<u64>,
@@ -124,7 +124,7 @@ pub(crate) fn count_newlines(bytes: &[u8]) -> u64 {
     bytes.iter().filter(|&&byte| byte == b'\n').count() as u64
 }
 
-/// A sample whose end is not known yet.
+/// A sample with an end that is not known yet.
 #[derive(Clone, Copy, Debug)]
 struct OpenSample {
     /// Start and end without separators.
@@ -201,20 +201,21 @@ impl<F: FnMut(SampleEnd) -> Result<()>> Splitter<'_, F> {
 }
 
 /// Returns the last boundary in a text that is longer than [`MIN_SAMPLE_BYTES`]: a place that is
-/// not in a character or between `\r` and `\n`. Text that is not UTF-8 may have none near its end.
+/// not in a character or between `\r` and `\n`. Text that is not UTF-8 may lack one near its end.
 fn last_boundary(text: &[u8]) -> usize {
     let last = text.len() - 1;
-    let is_boundary = |&at: &usize| {
-        let is_character_start = text[at] & 0xc0 != 0x80;
-        is_character_start && !(text[at] == b'\n' && text[at - 1] == b'\r')
-    };
-    (last - LONGEST_CUT..=last).rev().find(is_boundary).unwrap_or(last)
+    (last - LONGEST_CUT..=last).rev().find(|&end| is_boundary(text, end)).unwrap_or(last)
+}
+
+fn is_boundary(text: &[u8], position: usize) -> bool {
+    let is_character_start = text[position] & 0xc0 != 0x80;
+    is_character_start && !(text[position] == b'\n' && text[position - 1] == b'\r')
 }
 
 /// Maximum distance of a boundary: 3 bytes of a character.
 const LONGEST_CUT: usize = 3;
 
-/// Minimum of the bytes per sample, so that a piece has a character beside a line end.
+/// Minimum bytes per sample, so that a piece has at least a character and a line end.
 pub(crate) const MIN_SAMPLE_BYTES: u64 = 8;
 
 #[cfg(test)]

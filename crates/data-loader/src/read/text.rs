@@ -136,14 +136,14 @@ impl TextDataset {
             return Err(Error::setting("the maximum of bytes per sample", &value, "at least 8"));
         }
         if path.is_dir() && matches!(config.index, IndexPlace::At(_)) {
-            let expected = "in memory or beside the files of a folder";
+            let expected = "in memory or next to the files of a folder";
             return Err(Error::setting("the place of the index", "one file", expected));
         }
         let rule =
             SplitRule { unit: config.unit, skips_blank_lines: false, max_bytes: config.max_bytes };
         let files = list_files(path)?;
-        let open = |file: &PathBuf| IndexedText::open(file, rule, &config.index);
-        let texts = files.iter().map(open).collect::<Result<Vec<_>>>()?;
+        let texts = files.iter().map(|file| IndexedText::open(file, rule, &config.index));
+        let texts = texts.collect::<Result<Vec<_>>>()?;
         let ends = ends_of(texts.iter().map(|text| text.index.len()));
         let open_files = OpenCache::new(MAX_OPEN_FILES);
         Ok(Self { files: Arc::new(TextFiles { unit: config.unit, texts, ends, open_files }) })
@@ -197,7 +197,6 @@ impl TextFiles {
             TextUnit::Paragraph => {
                 let text = text.replace("\r\n", "\n");
                 // Skipped paragraphs of white space may come before. A piece may be blank itself.
-                let is_blank = |text: &str| text.bytes().all(|byte| byte.is_ascii_whitespace());
                 let text = text.trim_end_matches('\n');
                 let nonblank = text.split("\n\n").find(|text| !is_blank(text));
                 let paragraph = nonblank.or_else(|| text.rsplit("\n\n").next()).unwrap_or(text);
@@ -206,6 +205,10 @@ impl TextFiles {
             TextUnit::Document => text.replace("\r\n", "\n"),
         }
     }
+}
+
+fn is_blank(text: &str) -> bool {
+    text.bytes().all(|byte| byte.is_ascii_whitespace())
 }
 
 impl Dataset for TextDataset {

@@ -112,11 +112,12 @@ impl TokenDataset {
 
     fn decode(&self, bytes: &[u8]) -> Vec<u32> {
         let tokens = bytes.chunks_exact(self.token_type.n_bytes());
-        let decode = |token: &[u8]| {
-            token.iter().rev().fold(0, |number, &byte| number << 8 | u32::from(byte))
-        };
-        tokens.map(decode).collect()
+        tokens.map(decode_token).collect()
     }
+}
+
+fn decode_token(bytes: &[u8]) -> u32 {
+    bytes.iter().rev().fold(0, |number, &byte| number << 8 | u32::from(byte))
 }
 
 /// Returns the bytes of litGPT's header, 0 without one, or describes its fault.

@@ -1,5 +1,5 @@
-//! The law of all histories: over random data sets, orders, batches, workers and worlds, with a
-//! kill after any batch, no sample is lost or read twice, and workers change nothing.
+//! The law of all histories: no sample is lost or read twice, and workers change nothing. Histories
+//! have random data sets, orders, batches, workers and worlds, with a kill after any batch.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -23,21 +23,21 @@ struct Dice {
 }
 
 impl Dice {
-    fn below(&mut self, n: u64) -> u64 {
+    fn draw_below(&mut self, n: u64) -> u64 {
         self.n_drawn += 1;
         self.seed.derive(self.n_drawn).as_u64() % n
     }
 
     fn coin(&mut self) -> bool {
-        self.below(2) == 0
+        self.draw_below(2) == 0
     }
 
     fn pick<T: Clone>(&mut self, choices: &[T]) -> T {
-        choices[usize::try_from(self.below(choices.len() as u64)).unwrap()].clone()
+        choices[usize::try_from(self.draw_below(choices.len() as u64)).unwrap()].clone()
     }
 }
 
-/// What all loaders of a history have in common.
+/// Common properties of all loaders of a history.
 struct History {
     n: u64,
     batches: BatchKind,
@@ -69,10 +69,11 @@ enum OrderKind {
 
 impl History {
     fn draw(dice: &mut Dice) -> Self {
-        let n = 1 + dice.below(300);
-        let batches = if dice.below(3) == 0 { draw_planned(dice, n) } else { draw_fixed(dice, n) };
-        let (epoch, seed) = (Epoch::new(dice.below(3)), Seed::new(dice.below(100)));
-        Self { n, batches, epoch, seed, dataset: dice.below(4) }
+        let n = 1 + dice.draw_below(300);
+        let batches =
+            if dice.draw_below(3) == 0 { draw_planned(dice, n) } else { draw_fixed(dice, n) };
+        let (epoch, seed) = (Epoch::new(dice.draw_below(3)), Seed::new(dice.draw_below(100)));
+        Self { n, batches, epoch, seed, dataset: dice.draw_below(4) }
     }
 
     fn sampler(&self, order: &OrderKind, tail: Tail, place: Placement) -> DistributedSampler {
@@ -143,7 +144,7 @@ impl History {
         }
     }
 
-    /// Returns a data set whose samples are their indices.
+    /// Returns a data set of samples that equal their indices.
     fn dataset(&self) -> Box<dyn Dataset<Item = u64>> {
         let n = self.n;
         match self.dataset {
@@ -179,28 +180,28 @@ impl ShardSource for Sevens {
 }
 
 fn draw_fixed(dice: &mut Dice, n: u64) -> BatchKind {
-    let order = match dice.below(8) {
+    let order = match dice.draw_below(8) {
         0 => OrderKind::Weighted((0..n).map(|n| (n % 7) as f64 + 0.5).collect()),
         1 => OrderKind::Stratified((0..n).map(|n| u32::try_from(n % 3).unwrap()).collect()),
         2 => OrderKind::Permuted(Order::Sequential),
         3 => OrderKind::Permuted(Order::Exact),
-        4 => OrderKind::Sharded { lanes: 1 + dice.below(9) },
+        4 => OrderKind::Sharded { lanes: 1 + dice.draw_below(9) },
         5 | 6 if n >= 3 => draw_mixture(dice, n),
         _ => OrderKind::Permuted(Order::Streaming),
     };
-    let (size, drops_last) = (1 + dice.below(20), dice.coin());
+    let (size, drops_last) = (1 + dice.draw_below(20), dice.coin());
     BatchKind::Fixed { size, drops_last, order, tail: dice.pick(&[Tail::Drop, Tail::Pad]) }
 }
 
 fn draw_mixture(dice: &mut Dice, n: u64) -> OrderKind {
     let lens = [n / 3, n / 3, n - 2 * (n / 3)];
-    let parts = lens.map(|len| MixturePart::new(len, 1 + dice.below(5))).to_vec();
-    let len = 1 + dice.below(400);
+    let parts = lens.map(|len| MixturePart::new(len, 1 + dice.draw_below(5))).to_vec();
+    let len = 1 + dice.draw_below(400);
     let mut changes = Vec::new();
     let mut from = 0;
-    for _ in 0..dice.below(3) {
-        from += dice.below(200);
-        changes.push((from, vec![dice.below(4), 1 + dice.below(4), dice.below(4)]));
+    for _ in 0..dice.draw_below(3) {
+        from += dice.draw_below(200);
+        changes.push((from, vec![dice.draw_below(4), 1 + dice.draw_below(4), dice.draw_below(4)]));
     }
     OrderKind::Mixture { parts, len, changes }
 }
@@ -211,14 +212,14 @@ fn draw_planned(dice: &mut Dice, n: u64) -> BatchKind {
         DynamicBatchStrategy::Bucket(Buckets::Width(8)),
         DynamicBatchStrategy::Pack(Packing::BestFit),
     ]);
-    let lengths = (0..n).map(|_| 1 + dice.below(40)).collect();
-    let config = BatchConfig::default().with_max_tokens(64 + dice.below(200));
+    let lengths = (0..n).map(|_| 1 + dice.draw_below(40)).collect();
+    let config = BatchConfig::default().with_max_tokens(64 + dice.draw_below(200));
     BatchKind::Planned { lengths, config: config.with_strategy(strategy) }
 }
 
 type Loader = DataLoader<(u64, Vec<u64>, Vec<bool>)>;
 
-/// What the loaders of a history have read.
+/// Samples that the loaders of a history have read.
 struct Reads {
     expected: BTreeMap<u64, u64>,
     seen: BTreeMap<u64, u64>,
@@ -250,11 +251,11 @@ pub(crate) fn check_history(number: u64) {
     let history = History::draw(&mut dice);
     let mut reads = Reads { expected: history.expected_reads(), seen: BTreeMap::new() };
     let mut state: Option<LoaderState> = None;
-    let n_worlds = 1 + dice.below(4);
+    let n_worlds = 1 + dice.draw_below(4);
     for world in 1..=n_worlds {
-        let world_size = 1 + dice.below(5);
+        let world_size = 1 + dice.draw_below(5);
         let n_left = reads.n_left();
-        let taken = if world == n_worlds { u64::MAX } else { dice.below(8) };
+        let taken = if world == n_worlds { u64::MAX } else { dice.draw_below(8) };
         match run_world(&history, &mut dice, world_size, state.as_ref(), taken, &mut reads) {
             Some(next) => state = Some(next),
             // Too few samples are left for a batch on each rank.
@@ -279,18 +280,18 @@ fn run_world(
     let mut states = Vec::new();
     for rank in 0..world_size {
         let place = Placement::new(rank, world_size).unwrap();
-        let (n_workers, depth) = (dice.below(5), 1 + dice.below(3));
+        let (n_workers, depth) = (dice.draw_below(5), 1 + dice.draw_below(3));
         let (n_workers, depth) =
             (usize::try_from(n_workers).unwrap(), usize::try_from(depth).unwrap());
         let mut loader = start(history, place, n_workers, depth, state)?;
-        let mut alone = start(history, place, 0, 1, state)?;
-        assert_eq!(loader.len(), alone.len());
+        let mut serial = start(history, place, 0, 1, state)?;
+        assert_eq!(loader.len(), serial.len());
         for _ in 0..taken.min(loader.len() as u64) {
             let batch = loader.next().unwrap().unwrap();
-            assert_eq!(batch, alone.next().unwrap().unwrap(), "{n_workers} workers");
+            assert_eq!(batch, serial.next().unwrap().unwrap(), "{n_workers} workers");
             reads.add(&batch.1, &batch.2);
         }
-        assert_eq!(loader.state_dict(), alone.state_dict());
+        assert_eq!(loader.state_dict(), serial.state_dict());
         states.push(serde_json::to_string(&loader.state_dict()).unwrap());
     }
     assert!(states.iter().all(|state| *state == states[0]), "ranks have equal states");

@@ -37,13 +37,13 @@ fn epoch_of<D: Dataset<Item = u64> + 'static>(builder: LoaderBuilder<D>, epoch: 
     batches
 }
 
-/// Numbers whose reading takes turns: each sample is read only after those of later batches were
-/// begun, as far as there are threads.
+/// Numbers that threads finish out of order: every other read waits until `lookahead` later reads
+/// have begun.
 struct SlowFirst {
     n: u64,
     n_begun: Mutex<u64>,
     begun: Condvar,
-    ahead: u64,
+    lookahead: u64,
 }
 
 impl Dataset for SlowFirst {
@@ -57,9 +57,9 @@ impl Dataset for SlowFirst {
         let mut n_begun = self.n_begun.lock().unwrap();
         *n_begun += 1;
         self.begun.notify_all();
-        let until = (*n_begun + self.ahead).min(self.n);
+        let target = (*n_begun + self.lookahead).min(self.n);
         if *n_begun % 2 == 1 {
-            drop(self.begun.wait_while(n_begun, |n_begun| *n_begun < until).unwrap());
+            drop(self.begun.wait_while(n_begun, |n_begun| *n_begun < target).unwrap());
         }
         Ok(index)
     }
@@ -87,7 +87,7 @@ fn workers_do_not_change_batches() {
 #[test]
 fn late_first_batches_keep_their_place() {
     let (n_begun, begun) = (Mutex::new(0), Condvar::new());
-    let dataset = SlowFirst { n: 40, n_begun, begun, ahead: 1 };
+    let dataset = SlowFirst { n: 40, n_begun, begun, lookahead: 1 };
     let batches = epoch_of(DataLoader::builder(dataset).batch_size(1).num_workers(3), 0);
     assert_eq!(batches.concat(), (0..40).collect::<Vec<_>>());
 }
@@ -323,7 +323,7 @@ fn cancelled_batches_end_after_a_sample() {
     let release = |n: usize| (0..n).for_each(|_| sender.send(()).unwrap());
     release(50);
     loader.next().unwrap().unwrap();
-    // The worker is at the first sample of the second batch, which nobody takes.
+    // The worker is at the first sample of the second batch, which is never taken.
     assert_eq!(has_begun.iter().take(51).last(), Some(50));
     loader.set_epoch(Epoch::new(1)).unwrap();
     release(100);
@@ -356,8 +356,8 @@ fn uneven_ranks_must_be_allowed() {
     let error = spread().placement(rank(0)).collate(items).unwrap_err();
     assert!(matches!(error, Error::UnevenBatches { fewest: 2, most: 3 }), "{error}");
     // 9 samples are 3 batches of 1 on the first rank and 2 on the others.
-    let n_batches = |placement| epoch_of(numbers(9).uneven().placement(placement), 0).len();
-    assert_eq!([0, 1, 2, 3].map(|n| n_batches(rank(n))), [3, 2, 2, 2]);
+    let n_batches = [0, 1, 2, 3].map(|n| epoch_of(numbers(9).uneven().placement(rank(n)), 0).len());
+    assert_eq!(n_batches, [3, 2, 2, 2]);
     // Batches of 3 are equally many.
     assert_eq!(epoch_of(spread().placement(rank(0)).batch_size(3), 0).len(), 1);
 }
@@ -380,14 +380,14 @@ fn epochs_without_batches_are_rejected() {
 fn contradictory_settings_are_rejected() {
     let lengths = || vec![3_u64; 10];
     let config = || BatchConfig::default().with_max_tokens(12);
-    let ordered = || sampler(10, Order::Sequential, Tail::Drop);
+    let ordered = sampler(10, Order::Sequential, Tail::Drop);
     let invalid: [(&str, LoaderBuilder<Vec<u64>>); 8] = [
         ("the batch size", numbers(10).batch_size(0)),
         ("the prefetch factor", numbers(10).num_workers(1).prefetch_factor(0)),
         ("the batch size", numbers(10).batch_size(2).batches(config(), lengths())),
         ("`drop_last`", numbers(10).drop_last(true).batches(config(), lengths())),
         ("`steps`", numbers(10).steps(dyn_batch::DistributedConfig::default())),
-        ("`shuffle`", numbers(10).sampler(ordered()).shuffle(Seed::new(1))),
+        ("`shuffle`", numbers(10).sampler(ordered).shuffle(Seed::new(1))),
         ("`timeout`", numbers(10).timeout(Duration::from_secs(1))),
         ("`timeout`", numbers(10).timeout(Duration::from_secs(1)).num_workers(0)),
     ];

@@ -31,10 +31,13 @@ fn error_of<T: std::fmt::Debug>(result: Result<T, BoxError>) -> Error {
     *result.unwrap_err().downcast().unwrap()
 }
 
+fn is_blank(text: &str) -> bool {
+    text.bytes().all(|byte| byte.is_ascii_whitespace())
+}
+
 /// Returns the samples of a text, without an index.
 fn naive(text: &str, unit: TextUnit) -> Vec<String> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-    let is_blank = |text: &str| text.bytes().all(|byte| byte.is_ascii_whitespace());
     match unit {
         TextUnit::Line => text.lines().map(str::to_owned).collect(),
         TextUnit::Paragraph => {
@@ -179,7 +182,7 @@ fn json_lines_skip_blank_lines() {
     assert!(matches!(error_of(dataset.read(1)), Error::Line { line: 3, .. }));
 }
 
-/// A file of `n` lines, and its kept index.
+/// Writes a file of `n` lines and its index, and returns their paths.
 fn indexed_lines(folder: &TempDir, n: u64) -> (PathBuf, PathBuf) {
     let lines: Vec<u8> = (0..n).flat_map(|n| format!("{n}\n").into_bytes()).collect();
     let path = write(folder, "numbers.jsonl", lines);
@@ -358,7 +361,7 @@ fn numbers_convert_when_asked() {
     assert_eq!(NpyDataset::<f32>::open_as(&path).unwrap().read(0).unwrap().values, [1.5]);
 }
 
-/// An array file with this header text.
+/// Returns an array file with this header text.
 fn array_with(header: &str) -> Vec<u8> {
     let size = u16::try_from(header.len()).unwrap().to_le_bytes();
     [b"\x93NUMPY\x01\x00", &size[..], header.as_bytes(), &[0; 8]].concat()
@@ -449,8 +452,8 @@ fn token_blocks_equal_slices() {
     ] {
         let path = write(&folder, "a.bin", bytes);
         for (block, stride) in [(1, 1), (5, 4), (7, 7), (50, 3)] {
-            let open = |block| TokenDataset::open(&path, token_type, block as u64).unwrap();
-            let dataset = open(block).stride(stride as u64).unwrap();
+            let dataset = TokenDataset::open(&path, token_type, block as u64).unwrap();
+            let dataset = dataset.stride(stride as u64).unwrap();
             let expected: Vec<_> = tokens.windows(block).step_by(stride).collect();
             assert_eq!(all(&dataset), expected, "{token_type:?} {block} {stride}");
         }

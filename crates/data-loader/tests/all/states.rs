@@ -57,21 +57,21 @@ impl Dataset for Counting {
 fn state_is_behind_the_returned_batch() {
     let dataset = Counting { n: 200, n_read: Arc::default() };
     let builder = DataLoader::builder(dataset.clone()).batch_size(5).num_workers(2);
-    let mut ahead = builder.prefetch_factor(4).collate(items).unwrap();
-    let mut alone = DataLoader::builder(dataset.clone()).batch_size(5).collate(items).unwrap();
-    assert_eq!(ahead.state_dict(), alone.state_dict());
+    let mut threaded = builder.prefetch_factor(4).collate(items).unwrap();
+    let mut serial = DataLoader::builder(dataset.clone()).batch_size(5).collate(items).unwrap();
+    assert_eq!(threaded.state_dict(), serial.state_dict());
     for epoch in 0..2 {
-        ahead.set_epoch(Epoch::new(epoch)).unwrap();
-        alone.set_epoch(Epoch::new(epoch)).unwrap();
+        threaded.set_epoch(Epoch::new(epoch)).unwrap();
+        serial.set_epoch(Epoch::new(epoch)).unwrap();
         for _ in 0..10 {
-            assert_eq!(ahead.next().unwrap().unwrap(), alone.next().unwrap().unwrap());
-            assert_eq!(ahead.state_dict(), alone.state_dict());
+            assert_eq!(threaded.next().unwrap().unwrap(), serial.next().unwrap().unwrap());
+            assert_eq!(threaded.state_dict(), serial.state_dict());
         }
         // 10 batches were returned to each loader, and the workers are 8 ahead.
         let n_expected = (epoch + 1) * (10 + 18) * 5;
         let (n_read, changed) = &*dataset.n_read;
         drop(changed.wait_while(n_read.lock().unwrap(), |n| *n < n_expected).unwrap());
-        assert_eq!(through_json(&ahead.state_dict()), alone.state_dict());
+        assert_eq!(through_json(&threaded.state_dict()), serial.state_dict());
     }
 }
 

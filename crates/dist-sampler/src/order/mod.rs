@@ -31,7 +31,7 @@ use crate::{
     error::{Error, Result},
 };
 
-/// Length from which [`Order::Shuffled`] streams; below it the exact shuffle takes less than 64
+/// Minimum length for [`Order::Shuffled`] to stream; below it the exact shuffle takes less than 64
 /// KiB.
 const STREAMING_FROM: u64 = 1 << 14;
 

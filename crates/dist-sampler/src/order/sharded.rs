@@ -1,13 +1,12 @@
 //! Orders for shards, such as files, where few shards are open at a time.
 //!
-//! The shards are dealt in a random order, one after the other. This line of samples is cut into
-//! lanes of equal length, and the epoch takes one sample of each lane in turn. A lane reads its
-//! shards one after the other, the samples of each in a random order. So about as many shards are
-//! open as there are lanes, whatever the world, and rank r of W reads only lanes r, r + W, … if W
-//! divides their number.
+//! The shards are concatenated in a random order. This line of samples is cut into lanes of equal
+//! length, and the epoch takes one sample of each lane in turn. A lane reads its shards in
+//! sequence, the samples of each in a random order. So about as many shards are open as there are
+//! lanes, in any world, and rank r of W reads only lanes r, r + W, … if W divides their number.
 //!
 //! Odd lanes run backwards. The shard that two lanes share is then open in both at the same time,
-//! at the start or at the end of the epoch; without it, a node of several ranks fetches a fifth
+//! at the start or at the end of the epoch. Without it, a node of several ranks fetches a fifth
 //! more shards. Blocks of several shards that are shuffled as one, as in Mosaic's `py1e`, mix worse
 //! than as many lanes.
 

@@ -118,13 +118,13 @@ impl DistributedSampler {
         Self::with_samples(len, samples, placement, config.with_partition(Partition::Contiguous))
     }
 
-    /// Creates a sampler for a data set in shards, such as files, of which few are open at a time.
+    /// Creates a sampler for a data set in shards, such as files, with few open at a time.
     ///
-    /// Shard n has `shard_lens[n]` samples, and indices count the samples of all shards one after
-    /// the other. The shards are dealt in a random order and cut into `lanes` of equal length; the
-    /// epoch takes one sample of each lane in turn, and a lane reads its shards one after the
-    /// other, the samples of each in a random order. So about as many shards are open over all
-    /// ranks as there are lanes.
+    /// Shard n has `shard_lens[n]` samples, and indices count through the shards in the given
+    /// order. An epoch concatenates the shards in a random order, cuts them into `lanes` of equal
+    /// length, and takes one sample of each lane in turn. A lane reads its shards in sequence, the
+    /// samples of each in a random order. So about as many shards are open over all ranks as there
+    /// are lanes.
     ///
     /// More lanes mix better, and need more open shards. If the world size divides `lanes`, a rank
     /// has lanes / world shards open. Otherwise ranks share lanes, and so open the same shards: use
@@ -140,11 +140,8 @@ impl DistributedSampler {
     ///
     /// # Errors
     ///
-    /// - [`Error::EmptyDataSet`] and
-    ///   [`Error::DataSetTooLong`] if there are no samples, or more
-    ///   than 2^63.
-    /// - [`Error::NoLanes`] and
-    ///   [`Error::TooManyShards`] for 0 lanes, or 2^32 shards or more.
+    /// - [`Error::EmptyDataSet`] and [`Error::DataSetTooLong`] for no samples, or more than 2^63.
+    /// - [`Error::NoLanes`] and [`Error::TooManyShards`] for 0 lanes, or 2^32 shards or more.
     /// - [`Error::OutOfMemory`].
     ///
     /// # Examples
@@ -175,10 +172,10 @@ impl DistributedSampler {
     /// Creates a sampler that interleaves several data sets in proportion to their weights.
     ///
     /// Every prefix of the order contains each part in proportion, within less than one sample.
-    /// Indices count the samples of all parts one after the other; [`part_of`](Self::part_of)
-    /// returns the part of an index. [`with_weights_from`](Self::with_weights_from) changes the
-    /// weights at a position. The order does not depend on the world, and a state contains the
-    /// weights and one position.
+    /// Indices count through the parts in the given order; [`part_of`](Self::part_of) returns the
+    /// part of an index. [`with_weights_from`](Self::with_weights_from) changes the weights at a
+    /// position. The order does not depend on the world, and a state contains the weights and one
+    /// position.
     ///
     /// [`Order::Sequential`] reads each part in order. Every other order shuffles each pass over a
     /// part as [`Order::Streaming`] does. The partition of `config` is ignored: ranks read in turn,
@@ -286,7 +283,7 @@ impl DistributedSampler {
     ///
     /// The tail of `config` is [`Tail::Drop`] for `ddp_drop_last_distributed_round=True`, else
     /// [`Tail::Spread`]. Order and partition of `config` are ignored. Unlike [`new`](Self::new),
-    /// this function rejects what SPDL rejects.
+    /// this function rejects all inputs that SPDL rejects.
     ///
     /// # Errors
     ///

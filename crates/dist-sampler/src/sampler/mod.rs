@@ -230,8 +230,8 @@ impl DistributedSampler {
     /// Writes the indices `start`, `start` + `every`, … as long as their positions are evenly
     /// spaced, and returns the number written.
     ///
-    /// Even spacing ends at the incomplete last round or at padding. There is none if the unread
-    /// positions have gaps that earlier worlds have read.
+    /// Even spacing ends at the incomplete last round or at padding. No index is written if the
+    /// unread positions have gaps that earlier worlds have read.
     fn fill_evenly_spaced(&self, every: u64, start: u64, out: &mut [u64]) -> usize {
         let start = self.consumed + start;
         let (Some(offset), Some(first)) =

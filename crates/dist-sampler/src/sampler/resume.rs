@@ -264,13 +264,17 @@ impl DistributedSampler {
         check_equal("seed", &state.seed.as_u64(), &own_state.seed.as_u64())
     }
 
-    /// Checks that a mixture has the same weights before `position`, up to which ranks have read.
+    /// Checks that a mixture has the same weights before `position`, the end of the read samples.
     fn check_phases(&self, phases: &[PhaseWeights], position: u64) -> Result<()> {
         let own_phases = self.samples.phases();
-        let before = |phases: &[PhaseWeights]| -> Vec<PhaseWeights> {
+        let read_phases = |phases: &[PhaseWeights]| -> Vec<PhaseWeights> {
             phases.iter().filter(|phase| phase.from < position).cloned().collect()
         };
-        check_equal("weights before its position", &before(phases), &before(&own_phases))?;
+        check_equal(
+            "weights before its position",
+            &read_phases(phases),
+            &read_phases(&own_phases),
+        )?;
         let len = self.samples.len_or(position);
         if own_phases.is_empty() || position <= len {
             return Ok(());

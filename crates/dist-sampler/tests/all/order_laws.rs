@@ -39,14 +39,14 @@ fn positions(len: u64, placement: Placement, config: SamplerConfig) -> Distribut
 
 /// Checks that a sampler reads the samples of `order` at the given positions, by every function.
 fn check_reads(sampler: &DistributedSampler, positions: &DistributedSampler, order: &[u64]) {
-    let at = |position: u64| order[usize::try_from(position).unwrap()];
-    let expected: Vec<u64> = positions.iter().map(at).collect();
+    let sample_at = |position: u64| order[usize::try_from(position).unwrap()];
+    let expected: Vec<u64> = positions.iter().map(sample_at).collect();
     assert_eq!(sampler.len(), positions.len());
     assert!(sampler.iter().eq(expected.iter().copied()), "{sampler:?}");
     let mut block = vec![0; expected.len()];
     assert_eq!((sampler.fill(0, &mut block), &block), (expected.len(), &expected));
     for n in 0..=sampler.len() {
-        let entry = positions.entry(n).map(|(position, padding)| (at(position), padding));
+        let entry = positions.entry(n).map(|(position, padding)| (sample_at(position), padding));
         assert_eq!(sampler.entry(n), entry);
     }
 }
@@ -156,8 +156,8 @@ fn mixtures_follow_the_tail() {
     let parts = [(5, 2), (7, 1), (3, 3)];
     for end in [MixtureEnd::FirstExhausted, MixtureEnd::Repeat { len: 23 }] {
         let order = mixture(&parts, end, Placement::SINGLE, SamplerConfig::default());
-        let make = |me, config| mixture(&parts, end, me, config);
-        check_order(&make, &order.iter().collect::<Vec<_>>());
+        let indices: Vec<u64> = order.iter().collect();
+        check_order(&|me, config| mixture(&parts, end, me, config), &indices);
     }
 }
 
@@ -268,8 +268,8 @@ fn impossible_weights_are_rejected() {
     assert_eq!(error(&[1]), Error::MixtureWeights { weights: 1, parts: 2 });
     assert_eq!(error(&[0, 0]), Error::NoMixtureWeight);
     let read = resumed(mixture.clone(), &mixture.state(8));
-    let behind = Error::WeightsBehindPosition { position: 7, read: 8 };
-    assert_eq!(read.clone().with_weights_from(7, &[1, 1]).unwrap_err(), behind);
+    let consumed = Error::WeightsBehindPosition { position: 7, read: 8 };
+    assert_eq!(read.clone().with_weights_from(7, &[1, 1]).unwrap_err(), consumed);
     assert!(read.with_weights_from(8, &[1, 1]).is_ok());
     let plain = DistributedSampler::new(9, Placement::SINGLE, SamplerConfig::default()).unwrap();
     assert_eq!(plain.with_weights_from(5, &[1]).unwrap_err(), Error::NotMixture);
@@ -334,7 +334,7 @@ fn run_part(n_parts: usize) -> impl Strategy<Value = RunPart> {
     })
 }
 
-/// The lengths of the parts, and the parts of a run; the first one sets the weights.
+/// Draws the lengths of the parts, and the parts of a run; the first one sets the weights.
 fn mixed_run() -> impl Strategy<Value = (Vec<u64>, Vec<RunPart>)> {
     prop::collection::vec(1_u64..150, 1..5).prop_flat_map(|lens| {
         let run = prop::collection::vec(run_part(lens.len()), 1..8);

@@ -1,4 +1,4 @@
-//! Comparison with the samplers of spdl 0.8, whose index lists are in `golden/`.
+//! Comparison with the samplers of spdl 0.8 and their index lists in `golden/`.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -121,7 +121,7 @@ fn impossible_draws_are_rejected() {
     assert!(matches!(overflow, Error::WeightSumOverflow { index: 1, .. }));
 }
 
-/// Returns the sampler of a rank, whose order depends on the world that it was created for.
+/// Returns the sampler of a rank. Its order depends on the world that it was created for.
 fn draws_of_eleven(placement: Placement) -> DistributedSampler {
     DistributedSampler::spdl_random(11, None, None, placement, config(true)).unwrap()
 }

@@ -1,4 +1,4 @@
-//! Comparison with `DistributedSampler` of torch 2.15, whose index lists are in `golden/`.
+//! Comparison with `DistributedSampler` of torch 2.15 and its index lists in `golden/`.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use core_types::{Epoch, Placement, Seed, WorldSize};

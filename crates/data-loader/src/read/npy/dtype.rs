@@ -86,7 +86,7 @@ pub enum NpyNumber {
     Real(f64),
 }
 
-/// A type of Rust whose numbers can be in an array.
+/// A Rust type for the numbers of an array.
 pub trait NpyElement: Copy + Send + Sync + fmt::Debug + 'static + private::Sealed {
     /// Type in the array.
     const DTYPE: NpyDtype;

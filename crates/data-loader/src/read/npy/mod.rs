@@ -85,7 +85,7 @@ impl<T: NpyElement> NpyDataset<T> {
         if array.dtype == T::DTYPE { Ok(array) } else { Err(array.dtype_mismatch()) }
     }
 
-    /// Opens an array of any type, whose numbers are converted to `T`.
+    /// Opens an array of any type, and converts its numbers to `T`.
     ///
     /// Conversions to real numbers round. Conversions between integers are exact: a number that is
     /// out of range is an error when it is read.

@@ -136,9 +136,10 @@ impl MixtureOrder {
     }
 
     pub(super) fn phases(&self) -> Vec<PhaseWeights> {
-        let weights = |phase: &Phase| phase.cycle.weights().to_vec();
         let phases = self.phases.iter();
-        phases.map(|phase| PhaseWeights { from: phase.from, weights: weights(phase) }).collect()
+        phases
+            .map(|phase| PhaseWeights { from: phase.from, weights: phase.cycle.weights().to_vec() })
+            .collect()
     }
 
     /// Returns the length of the epoch over all ranks.
@@ -154,7 +155,7 @@ impl MixtureOrder {
         self.starts[self.n_parts()]
     }
 
-    /// Returns the first position for which its part has no sample left.
+    /// Returns the first position without a sample left in its part.
     fn first_exhaustion(&self) -> u64 {
         let next_starts = self.phases.iter().skip(1).map(|phase| phase.from).chain([u64::MAX]);
         let ends = self.phases.iter().zip(next_starts).map(|(phase, next_start)| {

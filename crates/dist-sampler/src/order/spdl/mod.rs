@@ -28,7 +28,7 @@ pub(crate) struct SpdlDraws {
 }
 
 impl SpdlDraws {
-    /// Creates `draws` draws, of which an epoch has `rounded_draws`.
+    /// Creates `draws` draws; an epoch has `rounded_draws` of them.
     pub(crate) fn new(
         n_samples: u64,
         draws: u64,
@@ -173,7 +173,7 @@ fn cumulate(weights: &[f64]) -> Result<Vec<f64>> {
     Ok(cumulative)
 }
 
-/// Adds numbers in NumPy's order, whose rounding differs from that of a plain sum.
+/// Adds numbers in NumPy's order, which rounds differently from a plain sum.
 fn pairwise_sum(numbers: &[f64]) -> f64 {
     match numbers.len() {
         ..8 => numbers.iter().sum(),

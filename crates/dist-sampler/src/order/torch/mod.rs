@@ -14,7 +14,7 @@ use mersenne::{BLOCK, Mt19937};
 
 use super::{swaps, table};
 
-/// Length from which a step takes two words.
+/// Minimum length for steps of two words.
 const WIDE_FROM: u64 = u32::MAX as u64 / 20;
 
 const _: () = assert!(swaps::BATCH % BLOCK == 0, "a batch ends with a block of words");
