@@ -431,7 +431,7 @@ mod tests {
     }
 
     fn header_bytes(shape: &[u64]) -> Vec<u8> {
-        NpyHeader { dtype: NpyDtype::of::<i64>(), shape: shape.to_vec() }.to_bytes()
+        NpyHeader { dtype: NpyDtype::for_element::<i64>(), shape: shape.to_vec() }.to_bytes()
     }
 
     fn array_of(dtype: &str, len: usize, bytes: &[u8]) -> Vec<u8> {

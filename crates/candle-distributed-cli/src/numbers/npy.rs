@@ -42,7 +42,7 @@ pub(super) fn read_raw<T: Number>(
     ArrayItems {
         list,
         source,
-        dtype: NpyDtype::of::<u64>(),
+        dtype: NpyDtype::for_element::<u64>(),
         len: None,
         n_read: 0,
         number: PhantomData,

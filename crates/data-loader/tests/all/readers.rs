@@ -298,7 +298,7 @@ fn changed_files_are_errors() {
     check_change(&path, &TextDataset::open(&path).unwrap());
     let path = write(&folder, "a.jsonl", "1\n2\n3\n");
     check_change(&path, &JsonlDataset::<u32>::open(&path).unwrap());
-    let path = write(&folder, "a.npy", npy(NpyDtype::of::<u8>(), &[4, 1], &[1, 2, 3, 4]));
+    let path = write(&folder, "a.npy", npy(NpyDtype::for_element::<u8>(), &[4, 1], &[1, 2, 3, 4]));
     check_change(&path, &NpyDataset::<u8>::open(&path).unwrap());
     let path = write(&folder, "a.bin", [1, 0, 2, 0]);
     check_change(&path, &TokenDataset::open(&path, TokenType::U16, 1).unwrap());
@@ -320,7 +320,7 @@ fn rows_and_windows_equal_slices() {
     let folder = TempDir::new().unwrap();
     let values: Vec<f32> = (0_u8..60).map(f32::from).collect();
     let data: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-    let path = write(&folder, "a.npy", npy(NpyDtype::of::<f32>(), &[10, 2, 3], &data));
+    let path = write(&folder, "a.npy", npy(NpyDtype::for_element::<f32>(), &[10, 2, 3], &data));
     let rows = NpyDataset::<f32>::open(&path).unwrap();
     assert_eq!(rows.len(), 10);
     let row = rows.read(3).unwrap();
@@ -347,7 +347,8 @@ fn rows_and_windows_equal_slices() {
 #[test]
 fn numbers_convert_when_asked() {
     let folder = TempDir::new().unwrap();
-    let path = write(&folder, "a.npy", npy(NpyDtype::of::<i16>(), &[2], &[5, 0, 0xfe, 0xff]));
+    let path =
+        write(&folder, "a.npy", npy(NpyDtype::for_element::<i16>(), &[2], &[5, 0, 0xfe, 0xff]));
     let fault = fault_of(NpyDataset::<f32>::open(&path));
     assert_eq!(fault.to_string(), "it has dtype <i2, it must be <f4");
     let reals = NpyDataset::<f32>::open_as(&path).unwrap();
@@ -356,7 +357,8 @@ fn numbers_convert_when_asked() {
     assert_eq!(unsigned.read(0).unwrap().values, [5]);
     let error = unsigned.read(1).unwrap_err().to_string();
     assert!(error.starts_with("Signed(-2) in ") && error.ends_with("is no <u8"), "{error}");
-    let path = write(&folder, "b.npy", npy(NpyDtype::of::<f64>(), &[1], &1.5_f64.to_le_bytes()));
+    let path =
+        write(&folder, "b.npy", npy(NpyDtype::for_element::<f64>(), &[1], &1.5_f64.to_le_bytes()));
     assert!(matches!(fault_of(NpyDataset::<i8>::open_as(&path)), NpyFault::DtypeMismatch { .. }));
     assert_eq!(NpyDataset::<f32>::open_as(&path).unwrap().read(0).unwrap().values, [1.5]);
 }
@@ -421,7 +423,7 @@ fn hostile_arrays_are_rejected() {
 fn numbers_beyond_4_gib_are_read() {
     let folder = TempDir::new().unwrap();
     let n_rows = (1_u64 << 32) + 16;
-    let header = NpyHeader { dtype: NpyDtype::of::<u8>(), shape: vec![n_rows] }.to_bytes();
+    let header = NpyHeader { dtype: NpyDtype::for_element::<u8>(), shape: vec![n_rows] }.to_bytes();
     let path = folder.path().join("sparse.npy");
     let mut file = File::create(&path).unwrap();
     file.write_all(&header).unwrap();

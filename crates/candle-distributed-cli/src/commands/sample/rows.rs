@@ -32,7 +32,7 @@ impl<F: FnMut(&mut [u64])> RowWriter<F> {
 
     /// Writes a NumPy array. The samplers' limit of 2^63 samples keeps indices signed.
     pub(super) fn write_npy(self, out: &mut dyn Write) -> io::Result<()> {
-        let header = NpyHeader { dtype: NpyDtype::of::<i64>(), shape: vec![self.n_rows] };
+        let header = NpyHeader { dtype: NpyDtype::for_element::<i64>(), shape: vec![self.n_rows] };
         out.write_all(&header.to_bytes())?;
         self.write_raw(out)
     }

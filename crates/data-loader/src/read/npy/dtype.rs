@@ -16,9 +16,9 @@ impl NpyDtype {
     /// # Examples
     ///
     /// ```
-    /// assert_eq!(data_loader::NpyDtype::of::<f32>().to_string(), "<f4");
+    /// assert_eq!(data_loader::NpyDtype::for_element::<f32>().to_string(), "<f4");
     /// ```
-    pub fn of<T: NpyElement>() -> Self {
+    pub fn for_element<T: NpyElement>() -> Self {
         T::DTYPE
     }
 
@@ -46,7 +46,7 @@ impl NpyDtype {
     /// use data_loader::{NpyDtype, NpyNumber};
     ///
     /// let bytes = [0xfe, 0xff, 0, 0, 0, 0, 0, 0];
-    /// assert_eq!(NpyDtype::of::<i16>().decode(bytes), NpyNumber::Signed(-2));
+    /// assert_eq!(NpyDtype::for_element::<i16>().decode(bytes), NpyNumber::Signed(-2));
     /// ```
     pub fn decode(self, bytes: [u8; 8]) -> NpyNumber {
         let number = u64::from_le_bytes(bytes);

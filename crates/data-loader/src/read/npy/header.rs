@@ -20,7 +20,7 @@ const MAX_HEADER_BYTES: u32 = 10_000;
 /// ```
 /// use data_loader::{NpyDtype, NpyHeader};
 ///
-/// let header = NpyHeader { dtype: NpyDtype::of::<f32>(), shape: vec![2, 3] };
+/// let header = NpyHeader { dtype: NpyDtype::for_element::<f32>(), shape: vec![2, 3] };
 /// let bytes = header.to_bytes();
 /// let mut file = &bytes[..];
 /// assert_eq!(NpyHeader::read(&mut file)?, header);

@@ -44,7 +44,7 @@ pub struct NumberArray<T> {
 ///
 /// # let folder = core_types::files::AtomicFolder::new(std::env::temp_dir().join("example"))?;
 /// # let path = folder.path().join("series.npy");
-/// let mut file = NpyHeader { dtype: NpyDtype::of::<f32>(), shape: vec![6, 2] }.to_bytes();
+/// let mut file = NpyHeader { dtype: NpyDtype::for_element::<f32>(), shape: vec![6, 2] }.to_bytes();
 /// file.extend((0_u8..12).flat_map(|n| f32::from(n).to_le_bytes()));
 /// std::fs::write(&path, file)?;
 ///
