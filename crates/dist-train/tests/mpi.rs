@@ -7,6 +7,7 @@
 #![allow(clippy::needless_pass_by_value, reason = "constructors take builders by value")]
 
 mod conformance;
+#[allow(dead_code, reason = "the tests over threads use more of it")]
 mod random;
 
 use std::process::ExitCode;
