@@ -202,8 +202,10 @@ impl DynamicPlan {
         Ok(Self { order, placement, lengths, max_length, batches, steps: None })
     }
 
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     fn cut_length(&self, index: u64) -> u64 {
-        self.lengths.length(index).unwrap_or(0).min(self.max_length)
+        let length = self.lengths.length(index).expect("the batch was planned with this length");
+        length.min(self.max_length)
     }
 }
 

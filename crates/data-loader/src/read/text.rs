@@ -131,8 +131,7 @@ impl TextDataset {
     /// or a single index file for a folder.
     pub fn open_with(path: impl AsRef<Path>, config: &TextConfig) -> Result<Self> {
         let path = path.as_ref();
-        if config.max_bytes.is_some_and(|max_bytes| max_bytes < MIN_SAMPLE_BYTES) {
-            let value = config.max_bytes.unwrap_or(0);
+        if let Some(value) = config.max_bytes.filter(|&max_bytes| max_bytes < MIN_SAMPLE_BYTES) {
             return Err(Error::setting("the maximum of bytes per sample", &value, "at least 8"));
         }
         if path.is_dir() && matches!(config.index, IndexPlace::At(_)) {
