@@ -450,6 +450,24 @@ fn skipped_samples_shrink_planned_batches() {
 }
 
 #[test]
+fn skipped_samples_leave_truncated_lengths() {
+    let lengths: Vec<u64> = (1..=4).collect();
+    let dataset = lengths.clone().map(|n| if n == 3 { Err("corrupt".into()) } else { Ok(n) });
+    let config = BatchConfig::default()
+        .with_max_batch_size(4)
+        .with_max_sequence_length(2)
+        .with_overlong(dyn_batch::Overlong::Truncate);
+    let mut loader = DataLoader::builder(dataset)
+        .batches(config, lengths)
+        .on_error(OnError::Skip { at_most: 1 })
+        .collate(|samples: SampleBatch<u64>| Ok(samples.batch))
+        .unwrap();
+    loader.set_epoch(Epoch::ZERO).unwrap();
+    let batch = loader.next().unwrap().unwrap();
+    assert_eq!((batch.padded_length, batch.real_tokens), (2, 1 + 2 + 2));
+}
+
+#[test]
 fn random_changes_do_not_depend_on_workers() {
     let noisy = |dataset: Vec<u64>| {
         dataset
