@@ -168,6 +168,7 @@ impl Workload<'_> {
             ("optimizer state", trained * 2 * single),
             ("gradient temporaries", devices * 2 * largest * item),
             ("activations", devices * self.max_tokens() * self.computed_bytes(self.sizes.layers)),
+            ("a block of logits", devices * self.head_bytes()),
         ]
     }
 
@@ -198,6 +199,7 @@ impl Workload<'_> {
             ("gradients of a unit", sum(|rank| rank.unreduced_bytes)),
             ("gradient temporaries", sum(|rank| rank.backward_bytes)),
             ("activations", self.n_devices() * self.max_tokens() * token_bytes),
+            ("a block of logits", self.n_devices() * self.head_bytes()),
         ];
         terms.extend(self.check.then_some(("checked gradients", all_gradients)));
         Ok(terms)
@@ -240,9 +242,10 @@ impl Workload<'_> {
     /// | in parts, 1 device | 151, 144 | 367, 360 |
     /// | in parts, 4 devices | 191, 186 | |
     fn computed_bytes(&self, layers: usize) -> u128 {
-        let ModelSizes { layer_width, vocabulary, .. } = self.sizes;
-        let widths = layers * layer_width;
-        widths as u128 * self.computed_item_bytes() + vocabulary as u128 * self.logit_bytes()
+        let ModelSizes { layer_width, hidden, .. } = self.sizes;
+        // The input of the head has a gradient in single precision.
+        let head = 2 * hidden as u128 * Precision::F32.bytes();
+        (layers * layer_width) as u128 * self.computed_item_bytes() + head
     }
 
     /// Returns the bytes of an item that a kernel computes.
@@ -255,15 +258,21 @@ impl Workload<'_> {
         }
     }
 
-    /// Returns the bytes of a logit, its probability, its gradient and their copies.
-    ///
-    /// Measured with 10,000 to 128,256 tokens in a vocabulary: 15.5 to 17.6 bytes in single
-    /// precision, 26.5 to 31 in half precision, where the loss computes in single precision.
-    fn logit_bytes(&self) -> u128 {
-        match self.precision {
-            Precision::F32 => 18,
-            Precision::Bf16 => 32,
-        }
+    /// Returns the bytes of the head and its loss, which
+    /// [`linear_cross_entropy`](fused_ops::linear_cross_entropy) computes by blocks of 8 MiB of
+    /// logits, or of 128 rows if these are more: the logits of a block and their gradients. In half
+    /// precision, the weight and its gradient are also widened.
+    fn head_bytes(&self) -> u128 {
+        const FEWEST_ROWS: u128 = 128;
+        const BLOCK_BYTES: u128 = 8 << 20;
+        let ModelSizes { hidden, vocabulary, .. } = self.sizes;
+        let row = vocabulary as u128 * Precision::F32.bytes();
+        let block = (self.max_tokens() * row).min(BLOCK_BYTES.max(FEWEST_ROWS * row));
+        let widened = match self.precision {
+            Precision::F32 => 0,
+            Precision::Bf16 => 2 * hidden as u128 * row,
+        };
+        2 * block + widened
     }
 
     /// Returns the bytes of masks, which have one value per pair of tokens in a row, and of the tensors

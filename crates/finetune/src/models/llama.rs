@@ -6,11 +6,12 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::{Init, Module, VarBuilder, init};
 use dist_train::{Lora, Loss, UnitRules, Units};
 use fused_ops::{
-    AttentionConfig, CrossEntropyConfig, cross_entropy,
+    AttentionConfig, CrossEntropyConfig,
     layers::{
         Attention, AttentionSizes, Embedding, Linear, RmsNorm, SwiGlu, embedding, linear_no_bias,
         rms_norm,
     },
+    linear_cross_entropy,
 };
 
 use crate::models::{
@@ -179,9 +180,9 @@ impl Llama {
         let x = self.hidden_states(model, tokens)?;
         let llama = self.clone();
         let sum = self.run_unit(model, HEAD_UNIT, &x, move |vb, x| {
-            let logits = llama.head_logits(&vb, x)?;
             let config = CrossEntropyConfig::default().with_ignore_index(IGNORED);
-            Ok(cross_entropy(&logits, &targets, &config)?.sum)
+            let x = llama.norm(&vb)?.forward(x)?;
+            Ok(linear_cross_entropy(&x, llama.head(&vb)?.weight(), &targets, &config)?.sum)
         })?;
         Ok(Loss::sum(sum, n_targets))
     }

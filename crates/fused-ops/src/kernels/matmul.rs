@@ -149,10 +149,11 @@ pub(crate) fn multiply_into<T: Float>(
     b: MatrixView<'_, T>,
     store: StoreMode,
     scale: T,
+    threads: ProductThreads,
 ) {
     assert!(layout.extent() <= out.len(), "a product reaches beyond its memory");
     // SAFETY: the slice reaches to the last element, and all of it may be read and written.
-    unsafe { multiply(out.as_mut_ptr(), layout, a, b, store, scale, ProductThreads::One) }
+    unsafe { multiply(out.as_mut_ptr(), layout, a, b, store, scale, threads) }
 }
 
 /// Writes or adds `scale` · `a` · `b` to the matrix at `out`.

@@ -142,44 +142,86 @@ pub fn cross_entropy(
 ) -> Result<CrossEntropy> {
     let classes = last_dim(OP, "logits", logits)?;
     check_shape(OP, "targets", targets, &logits.dims()[..logits.rank() - 1])?;
-    check(config, targets, classes)?;
-    let class_weights = read_floats(config.class_weights.as_ref())?;
-    let targets = weighted_targets(targets, config, classes)?;
-    let weight = targets
-        .iter()
-        .map(|target| match &class_weights {
-            None => target.weight,
-            Some(weights) => target.weight * weights[target.class],
-        })
-        .sum();
-    let smoothing = config.label_smoothing;
+    let targets = WeightedTargets::read(OP, targets, config, classes)?;
+    let weight = targets.total_weight();
     let is_half = matches!(logits.dtype(), DType::F16 | DType::BF16);
     let logits = &if is_half { logits.to_dtype(DType::F32)? } else { logits.clone() };
-    let sum = route!(
-        "cross_entropy",
-        [logits],
-        fused(logits, targets, smoothing, class_weights.as_deref()),
-        composed::cross_entropy(logits, &targets, smoothing, class_weights.as_deref()),
-    )?;
+    let sum =
+        route!("cross_entropy", [logits], fused(logits, targets), targets.composed_loss(logits),)?;
     Ok(CrossEntropy { sum, weight })
 }
 
-fn check(config: &CrossEntropyConfig, targets: &Tensor, classes: usize) -> Result<()> {
+/// The targets of all rows, with the settings of the loss.
+pub(crate) struct WeightedTargets {
+    pub(crate) rows: Vec<RowTarget>,
+    class_weights: Option<Vec<f64>>,
+    smoothing: f64,
+}
+
+impl WeightedTargets {
+    /// Checks the targets and their settings, and reads them.
+    pub(crate) fn read(
+        op: &'static str,
+        targets: &Tensor,
+        config: &CrossEntropyConfig,
+        classes: usize,
+    ) -> Result<Self> {
+        check(op, config, targets, classes)?;
+        Ok(Self {
+            class_weights: read_floats(config.class_weights.as_ref())?,
+            rows: row_targets(op, targets, config, classes)?,
+            smoothing: config.label_smoothing,
+        })
+    }
+
+    /// Returns the sum of the weights of all rows.
+    pub(crate) fn total_weight(&self) -> f64 {
+        let weight = |target: &RowTarget| match &self.class_weights {
+            None => target.weight,
+            Some(weights) => target.weight * weights[target.class],
+        };
+        self.rows.iter().map(weight).sum()
+    }
+
+    /// Returns the parameters that all rows share, for the kernels.
+    pub(crate) fn rule<T: Float>(&self, classes: usize) -> LossRule<T> {
+        let round = |weights: &Vec<f64>| weights.iter().map(|&w| T::round_from_f64(w)).collect();
+        let class_weights = self.class_weights.as_ref().map(round);
+        LossRule { classes, smoothing: self.smoothing, class_weights }
+    }
+
+    /// Returns the loss in candle's operations.
+    pub(crate) fn composed_loss(&self, logits: &Tensor) -> candle_core::Result<Tensor> {
+        composed::cross_entropy(logits, &self.rows, self.smoothing, self.class_weights.as_deref())
+    }
+}
+
+fn check(
+    op: &'static str,
+    config: &CrossEntropyConfig,
+    targets: &Tensor,
+    classes: usize,
+) -> Result<()> {
     let smoothing = config.label_smoothing;
     if !(0.0..=1.0).contains(&smoothing) {
         let expected = "from 0 to 1".to_owned();
-        return Err(Error::Setting { op: OP, name: "label smoothing", value: smoothing, expected });
+        return Err(Error::Setting { op, name: "label smoothing", value: smoothing, expected });
     }
-    check_weights("row_weights", config.row_weights.as_ref(), targets.dims())?;
-    check_weights("class_weights", config.class_weights.as_ref(), &[classes])
+    check_weights(op, "row_weights", config.row_weights.as_ref(), targets.dims())?;
+    check_weights(op, "class_weights", config.class_weights.as_ref(), &[classes])
 }
 
-fn check_weights(input: &'static str, weights: Option<&Tensor>, shape: &[usize]) -> Result<()> {
+fn check_weights(
+    op: &'static str,
+    input: &'static str,
+    weights: Option<&Tensor>,
+    shape: &[usize],
+) -> Result<()> {
     let Some(weights) = weights else { return Ok(()) };
     if weights.track_op() {
-        return Err(Error::Gradient { op: OP, input });
+        return Err(Error::Gradient { op, input });
     }
-    check_shape(OP, input, weights, shape)
+    check_shape(op, input, weights, shape)
 }
 
 /// Returns the numbers of a tensor, in order.
@@ -190,36 +232,30 @@ fn read_floats(tensor: Option<&Tensor>) -> Result<Option<Vec<f64>>> {
     Ok(Some(host.to_dtype(DType::F64)?.to_vec1()?))
 }
 
-fn weighted_targets(
+fn row_targets(
+    op: &'static str,
     targets: &Tensor,
     config: &CrossEntropyConfig,
     classes: usize,
 ) -> Result<Vec<RowTarget>> {
     let weights = read_floats(config.row_weights.as_ref())?;
     let mut row_targets = Vec::new();
-    for (row, index) in read_integers(OP, "targets", targets)?.into_iter().enumerate() {
+    for (row, index) in read_integers(op, "targets", targets)?.into_iter().enumerate() {
         row_targets.push(if Some(index) == config.ignore_index {
             RowTarget { class: 0, weight: 0.0 }
         } else {
             let weight = weights.as_ref().map_or(1.0, |weights| weights[row]);
-            RowTarget { class: check_index(OP, index, row, classes)?, weight }
+            RowTarget { class: check_index(op, index, row, classes)?, weight }
         });
     }
     Ok(row_targets)
 }
 
-fn fused<T: Float>(
-    logits: &Tensor,
-    targets: Vec<RowTarget>,
-    smoothing: f64,
-    class_weights: Option<&[f64]>,
-) -> Result<Tensor> {
+fn fused<T: Float>(logits: &Tensor, targets: WeightedTargets) -> Result<Tensor> {
     let logits = &logits.contiguous()?;
-    let class_weights =
-        class_weights.map(|weights| weights.iter().map(|&w| T::round_from_f64(w)).collect());
-    let rule = LossRule { classes: logits.dims()[logits.rank() - 1], smoothing, class_weights };
-    let (sum, log_sums) = kernel::forward(CpuSlice::new(logits).as_slice()?, &targets, &rule);
+    let rule = targets.rule(logits.dims()[logits.rank() - 1]);
+    let (sum, log_sums) = kernel::forward(CpuSlice::new(logits).as_slice()?, &targets.rows, &rule);
     record_unary(logits, vec![T::round_from_f64(sum)], Shape::from(()), move |x, _, grad| {
-        Ok(kernel::backward(x, &targets, &log_sums, &rule, grad[0].to_f64()))
+        Ok(kernel::backward(x, &targets.rows, &log_sums, &rule, grad[0].to_f64()))
     })
 }

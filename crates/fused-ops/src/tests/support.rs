@@ -55,6 +55,11 @@ pub(super) fn numbers(shape: &[usize], seed: u64) -> Tensor {
     Tensor::from_vec((0..n).map(|_| next()).collect::<Vec<f64>>(), shape, &Device::Cpu).unwrap()
 }
 
+/// Returns smaller numbers, so that results of wide products stay small.
+fn scaled(weight: &Tensor) -> candle_core::Result<Tensor> {
+    weight * 0.0625
+}
+
 /// Returns pseudorandom indices below `limit`.
 fn indices(shape: &[usize], limit: usize) -> Tensor {
     let n: usize = shape.iter().product();
@@ -120,6 +125,7 @@ pub(super) fn row_cases(rows: usize, width: usize) -> Vec<OpCase> {
     cases.extend(swiglu_mlp_cases(rows, width));
     cases.extend(linear_add_rms_norm_cases(rows, width));
     cases.extend(cross_entropy_cases(rows, width));
+    cases.extend(linear_cross_entropy_cases(rows, width));
     cases
 }
 
@@ -207,7 +213,6 @@ fn linear_cases(rows: usize, width: usize) -> Vec<OpCase> {
     )];
     // Weights as small as a trained layer's keep activations near 0, where they are curved. The
     // factor is a power of two, so the products are exact.
-    let scaled = |weight: &Tensor| weight * 0.0625;
     cases.extend([None].into_iter().chain(ACTIVATIONS.map(Some)).map(|form| {
         OpCase::new(
             format!("linear {form:?}"),
@@ -281,7 +286,6 @@ fn mlp_cases(rows: usize, width: usize) -> Vec<OpCase> {
     let bias = [7];
     let down = [5, 7];
     let down_bias = [5];
-    let scaled = |weight: &Tensor| weight * 0.0625;
     let mut cases = vec![OpCase::new(
         "mlp Relu without biases",
         &[&x, &up, &down],
@@ -306,6 +310,65 @@ fn mlp_cases(rows: usize, width: usize) -> Vec<OpCase> {
 }
 
 fn cross_entropy_cases(rows: usize, classes: usize) -> Vec<OpCase> {
+    let case = |(number, loss): (usize, LossCase)| {
+        let fused = loss.clone();
+        OpCase::new(
+            format!("cross_entropy {number}"),
+            &[&[rows, classes]],
+            move |t| Ok(crate::cross_entropy(&t[0], &fused.targets, &fused.config)?.sum),
+            move |t| loss.composed(&t[0]),
+        )
+    };
+    loss_cases(rows, classes).into_iter().enumerate().map(case).collect()
+}
+
+/// Returns heads with their losses.
+fn linear_cross_entropy_cases(rows: usize, width: usize) -> Vec<OpCase> {
+    const CLASSES: usize = 11;
+    // Logits stay small, since the errors of large ones grow in their exponentials. A power of 2 is
+    // exact in all types.
+    let scaled = move |weight: &Tensor| weight / (width as f64).sqrt().log2().ceil().exp2();
+    let case = |(number, loss): (usize, LossCase)| {
+        let fused = loss.clone();
+        OpCase::new(
+            format!("linear_cross_entropy {number}"),
+            &[&[rows, width], &[CLASSES, width]],
+            move |t| {
+                let weight = scaled(&t[1])?;
+                let LossCase { targets, config } = &fused;
+                Ok(crate::linear_cross_entropy(&t[0], &weight, targets, config)?.sum)
+            },
+            move |t| loss.composed(&composed::linear(&t[0], &scaled(&t[1])?, None, None)?),
+        )
+    };
+    loss_cases(rows, CLASSES).into_iter().enumerate().map(case).collect()
+}
+
+/// Targets of rows, with the settings of their loss.
+#[derive(Clone)]
+struct LossCase {
+    targets: Tensor,
+    config: CrossEntropyConfig,
+}
+
+impl LossCase {
+    fn composed(&self, logits: &Tensor) -> candle_core::Result<Tensor> {
+        let values = |tensor: &Option<Tensor>| tensor.as_ref().map(|t| t.to_vec1::<f64>().unwrap());
+        let row_weights = values(&self.config.row_weights);
+        let class_weights = values(&self.config.class_weights);
+        let weighted: Vec<_> = (self.targets.to_vec1::<i64>()?.into_iter().enumerate())
+            .map(|(row, class)| {
+                let weight = row_weights.as_ref().map_or(1.0, |weights| weights[row]);
+                RowTarget { class: class as usize, weight: if class == 1 { 0.0 } else { weight } }
+            })
+            .collect();
+        let smoothing = self.config.label_smoothing;
+        composed::cross_entropy(logits, &weighted, smoothing, class_weights.as_deref())
+    }
+}
+
+/// Returns losses of `rows` rows that ignore class 1.
+fn loss_cases(rows: usize, classes: usize) -> Vec<LossCase> {
     let targets = indices(&[rows], classes.max(1)).to_dtype(DType::I64).unwrap();
     let weights = numbers(&[rows], 5).abs().unwrap();
     let class_weights = numbers(&[classes], 6).abs().unwrap();
@@ -316,37 +379,7 @@ fn cross_entropy_cases(rows: usize, classes: usize) -> Vec<OpCase> {
         base.clone().with_class_weights(class_weights.clone()),
         base.with_label_smoothing(0.1).with_class_weights(class_weights).with_row_weights(weights),
     ];
-    configs
-        .into_iter()
-        .enumerate()
-        .map(|(number, config)| cross_entropy_case(rows, classes, number, &targets, config))
-        .collect()
-}
-
-fn cross_entropy_case(
-    rows: usize,
-    classes: usize,
-    number: usize,
-    targets: &Tensor,
-    config: CrossEntropyConfig,
-) -> OpCase {
-    let values = |tensor: &Option<Tensor>| tensor.as_ref().map(|t| t.to_vec1::<f64>().unwrap());
-    let row_weights = values(&config.row_weights);
-    let class_weights = values(&config.class_weights);
-    let weighted: Vec<_> = (targets.to_vec1::<i64>().unwrap().into_iter().enumerate())
-        .map(|(row, class)| {
-            let weight = row_weights.as_ref().map_or(1.0, |weights| weights[row]);
-            RowTarget { class: class as usize, weight: if class == 1 { 0.0 } else { weight } }
-        })
-        .collect();
-    let targets = targets.clone();
-    let smoothing = config.label_smoothing;
-    OpCase::new(
-        format!("cross_entropy {number}"),
-        &[&[rows, classes]],
-        move |t| Ok(crate::cross_entropy(&t[0], &targets, &config)?.sum),
-        move |t| composed::cross_entropy(&t[0], &weighted, smoothing, class_weights.as_deref()),
-    )
+    configs.map(|config| LossCase { targets: targets.clone(), config }).into()
 }
 
 /// Returns projections to rotated heads.

@@ -84,6 +84,9 @@ fn wrong_dtypes_are_rejected() {
     let config = CrossEntropyConfig::default();
     let targets = numbers(&[2], 1);
     assert!(is_dtype(fused_ops::cross_entropy(&x, &targets, &config).unwrap_err()));
+    let classes = Tensor::new(&[0_u32, 1], &Device::Cpu).unwrap();
+    let weight = x.to_dtype(DType::BF16).unwrap();
+    assert!(is_dtype(fused_ops::linear_cross_entropy(&x, &weight, &classes, &config).unwrap_err()));
 }
 
 #[test]

@@ -80,6 +80,53 @@ fn zero_weight_row_may_be_nan() {
 }
 
 #[test]
+fn head_loss_equals_both_operations() {
+    // 128 rows per block, so three blocks, of which the last one is small.
+    let (rows, hidden, classes) = (260, 5, 20_000);
+    let var = |shape: &[usize], seed| Var::from_tensor(&numbers(shape, seed)).unwrap();
+    let (x, weight) = (var(&[rows, hidden], 1), var(&[classes, hidden], 2));
+    let targets =
+        Tensor::from_iter((0..260_u32).map(|row| row * 77 % 19_999), &Device::Cpu).unwrap();
+    let config = CrossEntropyConfig::default().with_ignore_index(77);
+    let found = fused_ops::linear_cross_entropy(&x, &weight, &targets, &config).unwrap();
+    let logits = fused_ops::linear(&x, &weight, None, None).unwrap();
+    let expected = fused_ops::cross_entropy(&logits, &targets, &config).unwrap();
+    assert_eq!((found.weight, expected.weight), (259.0, 259.0));
+    let scaled = |loss: &Tensor| (loss * 0.3).unwrap();
+    let (found, expected) = (scaled(&found.sum), scaled(&expected.sum));
+    assert!((values(&found)[0] - values(&expected)[0]).abs() < 1e-11);
+    let expected = expected.backward().unwrap();
+    // The second backward pass computes the gradients again.
+    for _ in 0..2 {
+        let found = found.backward().unwrap();
+        for var in [&x, &weight] {
+            let [found, expected] = [&found, &expected].map(|grads| grads.get(var).unwrap());
+            let off = values(&(found - expected).unwrap()).into_iter().map(f64::abs);
+            assert!(off.fold(0.0, f64::max) < 1e-13);
+        }
+    }
+}
+
+#[test]
+fn ignored_head_rows_may_be_nan() {
+    let x = Tensor::new(&[[1.0, 1.0], [f64::NAN, 0.0]], &Device::Cpu).unwrap();
+    let x = Var::from_tensor(&x).unwrap();
+    let weight = Var::ones((3, 2), DType::F64, &Device::Cpu).unwrap();
+    let config = CrossEntropyConfig::default().with_ignore_index(-100);
+    let targets = Tensor::new(&[0_i64, -100], &Device::Cpu).unwrap();
+    let loss = fused_ops::linear_cross_entropy(&x, &weight, &targets, &config).unwrap();
+    assert!((loss.mean().unwrap().to_scalar::<f64>().unwrap() - 3.0_f64.ln()).abs() < 1e-15);
+    let grads = loss.sum.backward().unwrap();
+    assert!(values(grads.get(&weight).unwrap()).into_iter().all(f64::is_finite));
+    assert_eq!(values(grads.get(&x).unwrap())[2..], [0.0, 0.0]);
+    let ignored = Tensor::new(&[-100_i64, -100], &Device::Cpu).unwrap();
+    let loss = fused_ops::linear_cross_entropy(&x, &weight, &ignored, &config).unwrap();
+    assert_eq!((loss.weight, values(&loss.sum)), (0.0, vec![0.0]));
+    let grads = loss.sum.backward().unwrap();
+    assert!(values(grads.get(&weight).unwrap()).into_iter().all(|grad| grad == 0.0));
+}
+
+#[test]
 fn losses_of_many_half_rows_keep_digits() {
     for half in [DType::F16, DType::BF16] {
         let logits = Var::zeros((20_000, 100), half, &Device::Cpu).unwrap();

@@ -1,0 +1,109 @@
+//! Cross-entropy of the products of rows with a weight, by blocks of rows.
+//!
+//! The logits of one block exist at a time, and their gradients are multiplied at once, so neither are
+//! ever whole in memory (Liger Kernel, arXiv 2410.10989). Rows of weight 0 are not multiplied.
+
+use super::{
+    cross_entropy::{self, LossRule, RowTarget},
+    float::Float,
+    matmul::{MatrixLayout, MatrixView, ProductThreads, StoreMode, multiply_into, product_of_rows},
+    parallel::{ELEMENTS_PER_BLOCK, map_chunks},
+};
+
+/// Logits per block: 8 MiB in single precision. A block of logits and one of their gradients exist
+/// at a time.
+const LOGITS_PER_BLOCK: usize = 1 << 21;
+
+/// The fewest rows per block. Each block reads the weight, and reads and writes its gradient, which
+/// takes less time than the products of this many rows.
+const FEWEST_ROWS: usize = 128;
+
+/// Rows of hidden states before a head, with their targets.
+#[derive(Clone, Debug)]
+pub(crate) struct HeadRows<T> {
+    /// The width of a row.
+    pub(crate) hidden: usize,
+    pub(crate) targets: Vec<RowTarget>,
+    pub(crate) rule: LossRule<T>,
+}
+
+/// The gradients of the summed losses, if they are wanted.
+#[derive(Debug)]
+pub(crate) struct HeadGrads<T> {
+    /// [rows, hidden]
+    pub(crate) x: Option<Vec<T>>,
+    /// [classes, hidden]
+    pub(crate) weight: Option<Vec<T>>,
+}
+
+impl<T: Float> HeadRows<T> {
+    /// Returns the sum of the rows' losses, and the gradients of `x` [rows, hidden] and `weight`
+    /// [classes, hidden] if they are wanted.
+    pub(crate) fn losses_and_grads(
+        &self,
+        x: &[T],
+        weight: &[T],
+        [wants_x, wants_weight]: [bool; 2],
+    ) -> (f64, HeadGrads<T>) {
+        let zeros = |is_wanted: bool, len| is_wanted.then(|| vec![T::ZERO; len]);
+        let mut grads =
+            HeadGrads { x: zeros(wants_x, x.len()), weight: zeros(wants_weight, weight.len()) };
+        let weight = MatrixView::contiguous(weight, self.rule.classes, self.hidden);
+        let counted: Vec<usize> =
+            (0..self.targets.len()).filter(|&row| self.targets[row].weight != 0.0).collect();
+        let mut sum = 0.0;
+        for rows in counted.chunks(self.rows_per_block()) {
+            let x: Vec<&[T]> =
+                rows.iter().map(|&row| &x[row * self.hidden..][..self.hidden]).collect();
+            sum += self.add_block(rows, &x.concat(), weight, &mut grads);
+        }
+        (sum, grads)
+    }
+
+    /// Returns the sum of the losses of some rows, and adds their gradients.
+    fn add_block(
+        &self,
+        rows: &[usize],
+        x: &[T],
+        weight: MatrixView<'_, T>,
+        grads: &mut HeadGrads<T>,
+    ) -> f64 {
+        let targets: Vec<RowTarget> = rows.iter().map(|&row| self.targets[row]).collect();
+        let logits = product_of_rows(x, self.hidden, rows.len(), weight.t());
+        let (sum, log_sums) = cross_entropy::forward(&logits, &targets, &self.rule);
+        if grads.x.is_none() && grads.weight.is_none() {
+            return sum;
+        }
+        let grad = cross_entropy::backward(&logits, &targets, &log_sums, &self.rule, 1.0);
+        drop(logits);
+        if let Some(all) = &mut grads.x {
+            let block = product_of_rows(&grad, self.rule.classes, rows.len(), weight);
+            for (grad, &row) in block.chunks(self.hidden.max(1)).zip(rows) {
+                all[row * self.hidden..][..self.hidden].copy_from_slice(grad);
+            }
+        }
+        if let Some(all) = &mut grads.weight {
+            let layout = MatrixLayout::rows(self.rule.classes, self.hidden, self.hidden);
+            let grad = MatrixView::contiguous(&grad, rows.len(), self.rule.classes);
+            let x = MatrixView::contiguous(x, rows.len(), self.hidden);
+            multiply_into(all, layout, grad.t(), x, StoreMode::Add, T::ONE, ProductThreads::Pool);
+        }
+        sum
+    }
+
+    /// Returns the rows of a block, which depend on the shapes alone.
+    fn rows_per_block(&self) -> usize {
+        (LOGITS_PER_BLOCK / self.rule.classes.max(1)).max(FEWEST_ROWS)
+    }
+}
+
+impl<T: Float> HeadGrads<T> {
+    /// Multiplies both gradients by `factor`.
+    pub(crate) fn scale(&mut self, factor: T) {
+        for grads in [&mut self.x, &mut self.weight].into_iter().flatten() {
+            map_chunks(grads, ELEMENTS_PER_BLOCK, |_, block| {
+                block.iter_mut().for_each(|grad| *grad *= factor);
+            });
+        }
+    }
+}
