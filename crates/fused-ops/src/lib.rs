@@ -13,6 +13,7 @@
 //! [`layer_norm`]: crate::layer_norm()
 //! [`linear`]: crate::linear()
 //! [`linear_add_rms_norm`]: crate::linear_add_rms_norm()
+//! [`linear_decode`]: crate::linear_decode()
 //! [`linear_rope`]: crate::linear_rope()
 //! [`log_softmax`]: crate::log_softmax()
 //! [`mlp`]: crate::mlp()
@@ -56,6 +57,7 @@ pub use crate::{
         embedding::embedding,
         linear::linear,
         linear_add_rms_norm::linear_add_rms_norm,
+        linear_decode::linear_decode,
         linear_rope::linear_rope,
         mlp::mlp,
         norm::{add_layer_norm, add_rms_norm, layer_norm, rms_norm},

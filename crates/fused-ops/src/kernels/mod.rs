@@ -18,6 +18,7 @@ pub(crate) mod float;
 pub(crate) mod lanes;
 pub(crate) mod linear;
 pub(crate) mod matmul;
+pub(crate) mod matvec;
 pub(crate) mod memory;
 pub(crate) mod norm;
 pub(crate) mod parallel;
