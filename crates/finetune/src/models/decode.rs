@@ -99,7 +99,7 @@ impl PassKind {
             Self::Prompt => layers
                 .iter()
                 .map(|&(weight, bias)| linear(x, weight, bias, None))
-                .collect::<Result<_, _>>()?,
+                .collect::<fused_ops::Result<_>>()?,
             Self::Token => linear_decode(x, &layers)?,
         })
     }
