@@ -6,7 +6,14 @@
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
-use super::{float::Float, lanes::sum2, parallel::rows_per_block, vectorized};
+use super::{float::Float, parallel::rows_per_block, vectorized};
+
+/// The number of partial sums of a product: element i is added to sum i mod `LANES`.
+const LANES: usize = 32;
+
+/// The number of products whose partial sums are added up together. In a loop with the sums of a
+/// single product, the compiler splits the vectors, which halves the speed.
+const PRODUCTS: usize = 16;
 
 /// Rows of a weight, and their products with all rows of an input.
 struct WeightBlock<'a, T> {
@@ -17,7 +24,7 @@ struct WeightBlock<'a, T> {
 
 /// Returns weight·xᵀ, [outputs, rows of x], for each weight and its number of outputs.
 ///
-/// An element has the bits of the lanes' sum, whatever the other rows and the number of threads.
+/// The order of an element's sum depends on the width alone, like in [`lanes`](super::lanes).
 pub(crate) fn products<T: Float>(x: &[T], rows: usize, weights: &[(&[T], usize)]) -> Vec<Vec<T>> {
     let mut results: Vec<_> =
         weights.iter().map(|(_, outputs)| vec![T::ZERO; outputs * rows]).collect();
@@ -51,11 +58,49 @@ impl<T: Float> NullaryFnOnce for MultiplyRows<'_, T> {
 
     #[inline(always)]
     fn call(self) {
-        let rows = self.x.len() / self.width;
-        for (weight, out) in self.weight.chunks_exact(self.width).zip(self.out.chunks_mut(rows)) {
-            for (x, out) in self.x.chunks_exact(self.width).zip(out) {
-                *out = sum2(weight, x, |weight, x| weight * x);
+        let Self { weight, x, width, out } = self;
+        let rows = x.len() / width;
+        let mut sums = [[T::ZERO; LANES]; PRODUCTS];
+        for (weight, out) in weight.chunks(PRODUCTS * width).zip(out.chunks_mut(PRODUCTS * rows)) {
+            for (column, x) in x.chunks_exact(width).enumerate() {
+                for (weight, sums) in weight.chunks_exact(width).zip(&mut sums) {
+                    add_products(weight, x, sums);
+                }
+                halve::<_, 16>(&mut sums);
+                halve::<_, 8>(&mut sums);
+                halve::<_, 4>(&mut sums);
+                halve::<_, 2>(&mut sums);
+                for (out, sums) in out.chunks_exact_mut(rows).zip(&sums) {
+                    out[column] = sums[0] + sums[1];
+                }
             }
+        }
+    }
+}
+
+/// Replaces `sums` by the partial sums of a product.
+#[inline(always)]
+fn add_products<T: Float>(x: &[T], y: &[T], sums: &mut [T; LANES]) {
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
+    let mut lanes = [T::ZERO; LANES];
+    for (x, y) in x.iter().zip(y) {
+        for ((lane, &x), &y) in lanes.iter_mut().zip(x).zip(y) {
+            *lane += x * y;
+        }
+    }
+    *sums = lanes;
+    for ((sum, &x), &y) in sums.iter_mut().zip(x_rest).zip(y_rest) {
+        *sum += x * y;
+    }
+}
+
+/// Adds the second `HALF` partial sums of each product to the first.
+#[inline(always)]
+fn halve<T: Float, const HALF: usize>(sums: &mut [[T; LANES]; PRODUCTS]) {
+    for sums in sums {
+        let (low, high) = sums.split_at_mut(HALF);
+        for (low, &high) in low.iter_mut().zip(&*high) {
+            *low += high;
         }
     }
 }
