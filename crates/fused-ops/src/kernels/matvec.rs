@@ -15,13 +15,6 @@ const LANES: usize = 32;
 /// single product, the compiler splits the vectors, which halves the speed.
 const PRODUCTS: usize = 16;
 
-/// Rows of a weight, and their products with all rows of an input.
-struct WeightBlock<'a, T> {
-    weight: &'a [T],
-    /// [rows of the weight, rows of the input].
-    out: &'a mut [T],
-}
-
 /// Returns weight·xᵀ, [outputs, rows of x], for each weight and its number of outputs.
 ///
 /// The order of an element's sum depends on the width alone, like in [`lanes`](super::lanes).
@@ -37,19 +30,19 @@ pub(crate) fn products<T: Float>(x: &[T], rows: usize, weights: &[(&[T], usize)]
     for (&(weight, _), out) in weights.iter().zip(&mut results) {
         let outs = out.chunks_mut(block_rows * rows);
         let pairs = weight.chunks(block_rows * width).zip(outs);
-        blocks.extend(pairs.map(|(weight, out)| WeightBlock { weight, out }));
+        blocks.extend(pairs.map(|(weight, out)| MultiplyRows { weight, x, width, out }));
     }
     // One call for all weights, because waking the other threads takes as long as a small product.
-    blocks.into_par_iter().for_each(|WeightBlock { weight, out }| {
-        vectorized(MultiplyRows { weight, x, width, out });
-    });
+    blocks.into_par_iter().for_each(vectorized);
     results
 }
 
+/// Multiplies rows of a weight with all rows of an input.
 struct MultiplyRows<'a, T> {
     weight: &'a [T],
     x: &'a [T],
     width: usize,
+    /// [rows of the weight, rows of the input].
     out: &'a mut [T],
 }
 
