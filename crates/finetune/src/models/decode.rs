@@ -46,13 +46,15 @@ impl Decoder {
 
     /// Reads a prompt into an empty cache, and returns the logits [1, vocabulary] after it.
     pub(crate) fn start(&self, prompt: &[u32], cache: &mut TextCache) -> Result<Tensor> {
-        let x = self.run(prompt, &mut [cache], PassKind::Prompt)?;
-        self.logits(&x.narrow(1, prompt.len() - 1, 1)?)
+        in_pool(|| {
+            let x = self.run(prompt, &mut [cache], PassKind::Prompt)?;
+            self.logits(&x.narrow(1, prompt.len() - 1, 1)?)
+        })
     }
 
     /// Reads one more token of each text, and returns the logits [texts, vocabulary] after them.
     pub(crate) fn advance(&self, ids: &[u32], caches: &mut [&mut TextCache]) -> Result<Tensor> {
-        self.logits(&self.run(ids, caches, PassKind::Token)?)
+        in_pool(|| self.logits(&self.run(ids, caches, PassKind::Token)?))
     }
 
     /// Returns the output of the blocks [1, tokens, hidden]. All texts have the same number of new
@@ -80,6 +82,11 @@ impl Decoder {
         let normed = rms_norm(&x.squeeze(0)?, &self.norm, self.config.rms_norm_eps)?;
         Ok(linear_decode(&normed, &[self.head.layer()])?.swap_remove(0))
     }
+}
+
+/// Runs a pass on a thread of the pool: an operation that begins there need not wake it.
+fn in_pool<R: Send>(pass: impl FnOnce() -> R + Send) -> R {
+    rayon::scope(|_| pass())
 }
 
 /// The kind of a pass, which decides how products are computed.

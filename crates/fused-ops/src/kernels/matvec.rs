@@ -6,14 +6,14 @@
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
-use super::{float::Float, parallel::rows_per_block, vectorized};
+use super::{float::Float, vectorized};
 
 /// The number of partial sums of a product: element i is added to sum i mod `LANES`.
 const LANES: usize = 32;
 
-/// The number of products whose partial sums are added up together. In a loop with the sums of a
-/// single product, the compiler splits the vectors, which halves the speed.
-const PRODUCTS: usize = 16;
+/// The number of a weight's rows per block, whose partial sums are added up together. In a loop with
+/// the sums of a single product, the compiler splits the vectors, which halves the speed.
+const BLOCK_ROWS: usize = 16;
 
 /// Returns weight·xᵀ, [outputs, rows of x], for each weight and its number of outputs.
 ///
@@ -26,10 +26,9 @@ pub(crate) fn products<T: Float>(x: &[T], rows: usize, weights: &[(&[T], usize)]
     }
     let width = x.len() / rows;
     let mut blocks = Vec::new();
-    let block_rows = rows_per_block(width);
     for (&(weight, _), out) in weights.iter().zip(&mut results) {
-        let outs = out.chunks_mut(block_rows * rows);
-        let pairs = weight.chunks(block_rows * width).zip(outs);
+        let outs = out.chunks_mut(BLOCK_ROWS * rows);
+        let pairs = weight.chunks(BLOCK_ROWS * width).zip(outs);
         blocks.extend(pairs.map(|(weight, out)| MultiplyRows { weight, x, width, out }));
     }
     // One call for all weights, because waking the other threads takes as long as a small product.
@@ -37,7 +36,7 @@ pub(crate) fn products<T: Float>(x: &[T], rows: usize, weights: &[(&[T], usize)]
     results
 }
 
-/// Multiplies rows of a weight with all rows of an input.
+/// Multiplies up to [`BLOCK_ROWS`] rows of a weight with all rows of an input.
 struct MultiplyRows<'a, T> {
     weight: &'a [T],
     x: &'a [T],
@@ -52,20 +51,18 @@ impl<T: Float> NullaryFnOnce for MultiplyRows<'_, T> {
     #[inline(always)]
     fn call(self) {
         let Self { weight, x, width, out } = self;
-        let rows = x.len() / width;
-        let mut sums = [[T::ZERO; LANES]; PRODUCTS];
-        for (weight, out) in weight.chunks(PRODUCTS * width).zip(out.chunks_mut(PRODUCTS * rows)) {
-            for (column, x) in x.chunks_exact(width).enumerate() {
-                for (weight, sums) in weight.chunks_exact(width).zip(&mut sums) {
-                    add_products(weight, x, sums);
-                }
-                halve::<_, 16>(&mut sums);
-                halve::<_, 8>(&mut sums);
-                halve::<_, 4>(&mut sums);
-                halve::<_, 2>(&mut sums);
-                for (out, sums) in out.chunks_exact_mut(rows).zip(&sums) {
-                    out[column] = sums[0] + sums[1];
-                }
+        let n_columns = x.len() / width;
+        let mut sums = [[T::ZERO; LANES]; BLOCK_ROWS];
+        for (column, x) in x.chunks_exact(width).enumerate() {
+            for (weight, sums) in weight.chunks_exact(width).zip(&mut sums) {
+                add_products(weight, x, sums);
+            }
+            halve::<_, 16>(&mut sums);
+            halve::<_, 8>(&mut sums);
+            halve::<_, 4>(&mut sums);
+            halve::<_, 2>(&mut sums);
+            for (out, sums) in out.chunks_exact_mut(n_columns).zip(&sums) {
+                out[column] = sums[0] + sums[1];
             }
         }
     }
@@ -89,7 +86,7 @@ fn add_products<T: Float>(x: &[T], y: &[T], sums: &mut [T; LANES]) {
 
 /// Adds the second `HALF` partial sums of each product to the first.
 #[inline(always)]
-fn halve<T: Float, const HALF: usize>(sums: &mut [[T; LANES]; PRODUCTS]) {
+fn halve<T: Float, const HALF: usize>(sums: &mut [[T; LANES]; BLOCK_ROWS]) {
     for sums in sums {
         let (low, high) = sums.split_at_mut(HALF);
         for (low, &high) in low.iter_mut().zip(&*high) {
