@@ -14,6 +14,7 @@
 //! [`linear`]: crate::linear()
 //! [`linear_add_rms_norm`]: crate::linear_add_rms_norm()
 //! [`linear_cross_entropy`]: crate::linear_cross_entropy()
+//! [`linear_decode`]: crate::linear_decode()
 //! [`linear_rope`]: crate::linear_rope()
 //! [`log_softmax`]: crate::log_softmax()
 //! [`mlp`]: crate::mlp()
@@ -58,6 +59,7 @@ pub use crate::{
         linear::linear,
         linear_add_rms_norm::linear_add_rms_norm,
         linear_cross_entropy::linear_cross_entropy,
+        linear_decode::linear_decode,
         linear_rope::linear_rope,
         mlp::mlp,
         norm::{add_layer_norm, add_rms_norm, layer_norm, rms_norm},

@@ -77,6 +77,22 @@ fn greedy_tokens_match_transformers() {
 }
 
 #[test]
+fn prompts_have_the_text_of_each_alone() {
+    let llama = golden("llama");
+    let prompts = ["3", "When the fog came in", "Two ships and a lamp"];
+    let format = ["--format", "json"];
+    let alone = prompts
+        .map(|prompt| text(&[&["generate", &llama, "--prompt", prompt], &format[..]].concat()));
+    let several = prompts.map(|prompt| ["--prompt", prompt]).concat();
+    let together = [&["generate", &llama][..], &several, &format].concat();
+    assert_eq!(text(&together), alone.concat());
+    rejects(
+        &[&together[..], &["--logits", "logits.safetensors"]].concat(),
+        &["--logits takes one --prompt", "\nhint: "],
+    );
+}
+
+#[test]
 fn logits_cover_all_tokens() {
     let home = tempfile::tempdir().unwrap();
     let file = home.path().join("logits.safetensors");

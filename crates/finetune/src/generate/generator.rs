@@ -12,7 +12,10 @@ use crate::{
     files::CONFIG,
     folder::{Folder, check_files_beside},
     generate::{choose::Chooser, options::Generation, prompt::Prompt, weights},
-    models::{Llama, Tokens},
+    models::{
+        Llama, Tokens,
+        decode::{Decoder, TextCache},
+    },
 };
 
 /// The file of PEFT that describes adapters in their folder.
@@ -38,7 +41,10 @@ const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 pub struct Generator {
     folder: Folder,
     llama: Llama,
+    /// The weights for [`logits`](Self::logits).
     units: Units,
+    /// The same tensors, for [`generate`](Self::generate).
+    decoder: Decoder,
 }
 
 /// A generated text.
@@ -88,7 +94,8 @@ impl Generator {
     ///
     /// The errors of [`open`](Self::open).
     pub(crate) fn from_folder(folder: Folder, adapter: Option<&Path>) -> Result<Self> {
-        let mut llama = folder.llama().clone();
+        let llama = folder.llama().clone();
+        let mut adapted = llama.clone();
         if let Some(path) = adapter {
             let lora = Lora::open(path).map_err(|cause| FolderError::Adapters {
                 path: path.into(),
@@ -98,27 +105,65 @@ impl Generator {
             let adapter_weights = StoredWeights::open(path.join(ADAPTER_WEIGHTS))
                 .map_err(|cause| FolderError::from(Box::new(cause)))?;
             check_files_beside(path, &adapter_weights)?;
-            llama = llama.with_lora(lora);
+            adapted = adapted.with_lora(lora);
         }
-        Ok(Self { units: weights::load(&folder, &llama)?, llama, folder })
+        let vb = weights::load(&folder, &adapted)?;
+        let decoder = Decoder::new(llama.config(), &vb)?;
+        let units = Units::constructor(llama.units(), |vb| llama.declare(&vb))(vb)?;
+        Ok(Self { folder, llama, units, decoder })
     }
 
     /// Continues a text, or answers a conversation.
+    ///
+    /// The prompt takes one pass through the model, and each new token another pass, which reads
+    /// every weight once. The keys and values of all tokens are cached.
     ///
     /// # Errors
     ///
     /// [`Error::Generate`](crate::Error::Generate) for invalid options or a prompt that is empty or
     /// too long, [`Error::Tensor`](crate::Error::Tensor) if a logit is not a number.
     pub fn generate(&self, prompt: Prompt<'_>, options: &Generation) -> Result<Generated> {
+        Ok(self.generate_all(&[prompt], options)?.swap_remove(0))
+    }
+
+    /// Generates a text for each prompt, like [`generate`](Self::generate): a pass reads the weights
+    /// once for all texts. Prompts may have different lengths, and are not padded.
+    ///
+    /// # Determinism
+    ///
+    /// On one processor model, each text has the bits of [`generate`](Self::generate) with its prompt
+    /// alone, for any number of threads. Random tokens of every text begin with the same seed.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`generate`](Self::generate), if a prompt or a logit of any text is invalid.
+    ///
+    /// # Examples
+    ///
+    /// ```no_run
+    /// # use std::path::Path;
+    /// # use finetune::{Generation, Generator, Prompt};
+    /// let generator = Generator::open(Path::new("llama"), None)?;
+    /// let prompts = ["When the fog came in", "3 and 1 is"].map(Prompt::Text);
+    /// for generated in generator.generate_all(&prompts, &Generation::default())? {
+    ///     println!("{}", generated.text);
+    /// }
+    /// # Ok::<(), finetune::Error>(())
+    /// ```
+    pub fn generate_all(
+        &self,
+        prompts: &[Prompt<'_>],
+        options: &Generation,
+    ) -> Result<Vec<Generated>> {
         options.check()?;
-        let tokenizer = self.folder.tokenizer();
-        let prompt_ids = prompt.ids(tokenizer, self.context())?;
-        let (ids, stop) = self.generate_ids(&prompt_ids, options)?;
-        let text = match prompt {
-            Prompt::Text(_) => tokenizer.decode(&[&prompt_ids[..], &ids].concat(), false)?,
-            Prompt::Messages(_) => tokenizer.decode(&ids, false)?,
-        };
-        Ok(Generated { prompt_ids, ids, text, stop })
+        let mut drafts = Vec::with_capacity(prompts.len());
+        for prompt in prompts {
+            let prompt_ids = prompt.ids(self.folder.tokenizer(), self.context())?;
+            drafts.push(Draft::new(prompt_ids, options));
+        }
+        self.complete(&mut drafts, options)?;
+        let texts = prompts.iter().zip(drafts);
+        texts.map(|(prompt, draft)| self.decode(*prompt, draft)).collect()
     }
 
     /// Returns the logits [tokens, vocabulary] after each token of the prompt and its continuation. A
@@ -133,22 +178,54 @@ impl Generator {
         self.logits_after(&ids)
     }
 
-    /// Returns the tokens that follow `prompt`, and the reason of their end.
-    fn generate_ids(&self, prompt: &[u32], options: &Generation) -> Result<(Vec<u32>, Stop)> {
-        let mut chooser = Chooser::new(options);
-        let mut ids = prompt.to_vec();
-        for _ in 0..options.max_tokens {
-            // The logits of the last position still choose one more token.
-            if ids.len() > self.context() {
-                return Ok((ids.split_off(prompt.len()), Stop::Context));
-            }
-            let next = chooser.choose(&self.logits_after(&ids)?.i(ids.len() - 1)?)?;
-            if self.folder.tokenizer().is_end(next) && !options.ignore_end {
-                return Ok((ids.split_off(prompt.len()), Stop::End));
-            }
-            ids.push(next);
+    /// Writes all drafts to their ends.
+    fn complete(&self, drafts: &mut [Draft], options: &Generation) -> Result<()> {
+        for draft in drafts.iter_mut().filter(|draft| draft.is_open) {
+            let logits = self.decoder.start(&draft.ids, &mut draft.cache)?;
+            self.extend(draft, &logits.i(0)?, options)?;
         }
-        Ok((ids.split_off(prompt.len()), Stop::MaxTokens))
+        loop {
+            let mut open: Vec<_> = drafts.iter_mut().filter(|draft| draft.is_open).collect();
+            if open.is_empty() {
+                return Ok(());
+            }
+            let last_ids: Vec<u32> =
+                open.iter().filter_map(|draft| draft.ids.last()).copied().collect();
+            let mut caches: Vec<_> = open.iter_mut().map(|draft| &mut draft.cache).collect();
+            let logits = self.decoder.advance(&last_ids, &mut caches)?;
+            for (row, draft) in open.into_iter().enumerate() {
+                self.extend(draft, &logits.i(row)?, options)?;
+            }
+        }
+    }
+
+    /// Appends the token that `logits` [vocabulary] choose, or ends the text.
+    fn extend(&self, draft: &mut Draft, logits: &Tensor, options: &Generation) -> Result<()> {
+        let next = draft.chooser.choose(logits)?;
+        if self.folder.tokenizer().is_end(next) && !options.ignore_end {
+            draft.end(Stop::End);
+            return Ok(());
+        }
+        draft.ids.push(next);
+        if draft.ids.len() - draft.n_prompt >= options.max_tokens {
+            draft.end(Stop::MaxTokens);
+        } else if draft.ids.len() > self.context() {
+            // The logits of the last position have chosen one more token.
+            draft.end(Stop::Context);
+        }
+        Ok(())
+    }
+
+    /// Decodes the tokens of a complete text.
+    fn decode(&self, prompt: Prompt<'_>, draft: Draft) -> Result<Generated> {
+        let Draft { ids: mut prompt_ids, n_prompt, stop, .. } = draft;
+        let tokenizer = self.folder.tokenizer();
+        let ids = prompt_ids.split_off(n_prompt);
+        let text = match prompt {
+            Prompt::Text(_) => tokenizer.decode(&[&prompt_ids[..], &ids].concat(), false)?,
+            Prompt::Messages(_) => tokenizer.decode(&ids, false)?,
+        };
+        Ok(Generated { prompt_ids, ids, text, stop })
     }
 
     /// Returns the logits [tokens, vocabulary] after each token.
@@ -159,6 +236,38 @@ impl Generator {
 
     fn context(&self) -> usize {
         self.llama.config().max_position_embeddings
+    }
+}
+
+/// A text in progress.
+struct Draft {
+    /// Tokens of the prompt, then new tokens.
+    ids: Vec<u32>,
+    n_prompt: usize,
+    chooser: Chooser,
+    cache: TextCache,
+    is_open: bool,
+    /// The reason of the end, once the text is not open.
+    stop: Stop,
+}
+
+impl Draft {
+    fn new(prompt_ids: Vec<u32>, options: &Generation) -> Self {
+        Self {
+            n_prompt: prompt_ids.len(),
+            ids: prompt_ids,
+            chooser: Chooser::new(options),
+            cache: TextCache::default(),
+            is_open: options.max_tokens > 0,
+            stop: Stop::MaxTokens,
+        }
+    }
+
+    /// Ends the text, and frees its cache.
+    fn end(&mut self, stop: Stop) {
+        self.is_open = false;
+        self.stop = stop;
+        self.cache = TextCache::default();
     }
 }
 
@@ -224,6 +333,66 @@ mod tests {
         assert!(fault.ends_with("tokens, but the model has 12 positions"), "{fault}");
         let fault = generator.generate(Prompt::Text(""), &length(1)).unwrap_err();
         assert!(fault.to_string().contains("has no token"), "{fault}");
+    }
+
+    /// Returns the texts of all prompts, and checks that each is the text of its prompt alone.
+    fn generate_in_company(generator: &Generator, options: &Generation) -> Vec<Generated> {
+        let prompts =
+            ["When the fog came in", "3", "Two ships and a lamp, and the fog"].map(Prompt::Text);
+        let texts = generator.generate_all(&prompts, options).unwrap();
+        for (prompt, text) in prompts.into_iter().zip(&texts) {
+            assert_eq!(generator.generate(prompt, options).unwrap(), *text);
+        }
+        texts
+    }
+
+    #[test]
+    fn texts_match_plain_forward() {
+        for model in golden::MODELS {
+            let generator = open(&golden::path(model)).unwrap();
+            for text in generate_in_company(&generator, &length(40)) {
+                let logits = generator.logits(&text).unwrap();
+                let likeliest: Vec<u32> = logits.argmax(1).unwrap().to_vec1().unwrap();
+                assert_eq!(likeliest[text.prompt_ids.len() - 1..][..40], text.ids, "{model}");
+            }
+            let texts = generate_in_company(&generator, &length(20).with_temperature(1.5));
+            assert!(texts.iter().all(|text| text.ids.len() == 20));
+            generate_in_company(&generator, &Generation::default().with_max_tokens(200));
+            assert!(
+                generate_in_company(&generator, &length(0)).iter().all(|text| text.ids.is_empty())
+            );
+            assert!(generator.generate_all(&[], &length(1)).unwrap().is_empty());
+        }
+    }
+
+    #[test]
+    fn cached_logits_match_plain_logits() {
+        for model in golden::MODELS {
+            let generator = open(&golden::path(model)).unwrap();
+            let rows = [1_u32, 7, 40].map(|n| (0..n + 30).map(|i| (i * 37 + n) % 300).collect());
+            let rows: [Vec<u32>; 3] = rows;
+            let mut caches = [(); 3].map(|()| TextCache::default());
+            for ((row, n), cache) in rows.iter().zip([1, 7, 40]).zip(&mut caches) {
+                let logits = generator.decoder.start(&row[..n], cache).unwrap();
+                check_logits(&generator, &row[..n], &logits.i(0).unwrap());
+            }
+            for step in 0..30 {
+                let next = [1, 7, 40].map(|n| n + step);
+                let ids: Vec<u32> = rows.iter().zip(next).map(|(row, n)| row[n]).collect();
+                let mut caches: Vec<_> = caches.iter_mut().collect();
+                let logits = generator.decoder.advance(&ids, &mut caches).unwrap();
+                for (index, n) in next.into_iter().enumerate() {
+                    check_logits(&generator, &rows[index][..=n], &logits.i(index).unwrap());
+                }
+            }
+        }
+    }
+
+    /// Checks logits against the last row of the plain forward pass.
+    fn check_logits(generator: &Generator, ids: &[u32], found: &Tensor) {
+        let plain = generator.logits_after(ids).unwrap().i(ids.len() - 1).unwrap();
+        let difference = (plain - found).unwrap().abs().unwrap().max_all().unwrap();
+        assert!(difference.to_scalar::<f32>().unwrap() < 2e-5, "{difference} at {}", ids.len());
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Text generation, token by token.
 //!
-//! Keys and values of earlier tokens are not cached but recomputed for each token. Generation
-//! therefore uses the same computation as training, and n tokens take n forward passes.
+//! Keys and values of earlier tokens are cached, so each token takes one pass for itself alone. The
+//! logits are those of the forward pass of training within rounding.
 
 mod choose;
 pub(crate) mod generator;

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use dist_checkpoint::{ParameterError, TensorInfo, support::AllowedNames};
-use dist_train::{Lora, Units, declare};
+use dist_train::{Lora, declare};
 use fsdp_plan::Pattern;
 
 use crate::{
@@ -14,15 +14,15 @@ use crate::{
     models::Llama,
 };
 
-/// Loads the variables of a model in single precision, from the weights of its folder and from its
-/// adapters, if it has any.
+/// Loads the variables of a model in single precision, from the weights of its folder. Adapters, if
+/// it has any, are merged into the weights.
 ///
 /// # Errors
 ///
 /// [`FolderError::Weights`] or [`FolderError::TensorMismatch`] if the weights are damaged or belong to
 /// another model, [`FolderError::AdapterMismatch`] if the adapters belong to another model.
 #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
-pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<Units> {
+pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<VarBuilder<'static>> {
     // Only a layer named by adapters can be missing: all other layers follow from the configuration.
     let declared = declare(|vb| llama.declare(&vb), DType::F32, &Device::Cpu)
         .map_err(|cause| FolderError::AdapterMismatch { cause })?;
@@ -54,9 +54,25 @@ pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<Units> {
         };
         tensors.insert(info.name.clone(), items.reshape(&parameter.shape)?);
     }
-    let vb = VarBuilder::from_tensors(tensors.into_iter().collect(), DType::F32, &Device::Cpu);
-    let build = Units::constructor(llama.units(), |vb| llama.declare(&vb));
-    Ok(build(vb)?)
+    if let Some(lora) = llama.lora() {
+        merge_adapters(&mut tensors, lora)?;
+    }
+    Ok(VarBuilder::from_tensors(tensors.into_iter().collect(), DType::F32, &Device::Cpu))
+}
+
+/// Adds the product of each adapter's matrices to the weight of its layer, and drops the matrices.
+fn merge_adapters(tensors: &mut BTreeMap<String, Tensor>, lora: &Lora) -> candle_core::Result<()> {
+    let scale = lora.alpha() / lora.rank() as f64;
+    let names: Vec<String> = tensors.keys().cloned().collect();
+    for layer in names.iter().filter_map(|name| name.strip_suffix("lora_A.weight")) {
+        let [a, b] =
+            ["A", "B"].map(|matrix| tensors.remove(&format!("{layer}lora_{matrix}.weight")));
+        if let (Some(weight), Some(a), Some(b)) = (tensors.get_mut(&format!("{layer}weight")), a, b)
+        {
+            *weight = (&*weight + b.matmul(&(a * scale)?)?)?;
+        }
+    }
+    Ok(())
 }
 
 #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]

@@ -24,13 +24,13 @@ use crate::models::{
 /// The label of a token that is not a target, as in PyTorch.
 const IGNORED: i64 = -100;
 
-const EMBEDDING: &str = "model.embed_tokens";
-const NORM: &str = "model.norm";
-const HEAD: &str = "lm_head";
-const INPUT_NORM: &str = "input_layernorm";
-const ATTENTION: &str = "self_attn";
-const POST_ATTENTION_NORM: &str = "post_attention_layernorm";
-const MLP: &str = "mlp";
+pub(super) const EMBEDDING: &str = "model.embed_tokens";
+pub(super) const NORM: &str = "model.norm";
+pub(super) const HEAD: &str = "lm_head";
+pub(super) const INPUT_NORM: &str = "input_layernorm";
+pub(super) const ATTENTION: &str = "self_attn";
+pub(super) const POST_ATTENTION_NORM: &str = "post_attention_layernorm";
+pub(super) const MLP: &str = "mlp";
 
 /// Names of the units other than blocks.
 const EMBED_UNIT: &str = "embed";
@@ -252,7 +252,7 @@ impl Llama {
     }
 }
 
-fn block_name(layer: usize) -> String {
+pub(super) fn block_name(layer: usize) -> String {
     format!("model.layers.{layer}")
 }
 
@@ -274,7 +274,7 @@ struct Context {
 impl Context {
     fn new(config: &LlamaConfig, tokens: &Tokens, dtype: DType) -> Result<Self> {
         let (rows, length) = tokens.ids.dims2()?;
-        let (cos, sin) = tables(config, length, dtype, tokens.ids.device())?;
+        let (cos, sin) = tables(config, 0..length, dtype, tokens.ids.device())?;
         let attention = AttentionConfig::causal();
         let Some(Packing { segment_ids, position_ids }) = &tokens.packing else {
             return Ok(Self { cos, sin, attention });

@@ -40,6 +40,7 @@
 //! ```
 
 mod config;
+pub(crate) mod decode;
 mod error;
 mod llama;
 mod precision;

@@ -18,22 +18,21 @@ pub(super) fn frequencies(config: &LlamaConfig) -> Vec<f32> {
     frequencies
 }
 
-/// Returns the cosines and sines of the first positions, [length, head size / 2] each.
+/// Returns the cosines and sines of positions, [positions, head size / 2] each.
 #[expect(clippy::cast_possible_truncation, reason = "rounding is intended")]
 pub(super) fn tables(
     config: &LlamaConfig,
-    length: usize,
+    positions: impl IntoIterator<Item = usize>,
     dtype: DType,
     device: &Device,
 ) -> candle_core::Result<(Tensor, Tensor)> {
     let frequencies = frequencies(config);
-    let angles = (0..length).flat_map(|position| {
+    let angles = positions.into_iter().flat_map(|position| {
         frequencies.iter().map(move |frequency| f64::from(position as f32 * frequency))
     });
     let (cos, sin): (Vec<f32>, Vec<f32>) =
         angles.map(|angle| (angle.cos() as f32, angle.sin() as f32)).unzip();
-    let table =
-        |items| Tensor::from_vec(items, (length, frequencies.len()), device)?.to_dtype(dtype);
+    let table = |items| Tensor::from_vec(items, ((), frequencies.len()), device)?.to_dtype(dtype);
     Ok((table(cos)?, table(sin)?))
 }
 

@@ -19,6 +19,7 @@ pub(crate) mod lanes;
 pub(crate) mod linear;
 pub(crate) mod linear_cross_entropy;
 pub(crate) mod matmul;
+pub(crate) mod matvec;
 pub(crate) mod memory;
 pub(crate) mod norm;
 pub(crate) mod parallel;

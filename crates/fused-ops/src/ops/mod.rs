@@ -8,6 +8,7 @@ pub(crate) mod embedding;
 pub(crate) mod linear;
 pub(crate) mod linear_add_rms_norm;
 pub(crate) mod linear_cross_entropy;
+pub(crate) mod linear_decode;
 pub(crate) mod linear_rope;
 pub(crate) mod mlp;
 pub(crate) mod norm;

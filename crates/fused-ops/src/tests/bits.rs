@@ -108,3 +108,31 @@ fn packed_attention_equals_separate() {
     let separate = crate::attention(&query, &key, &value, &config).unwrap();
     assert_eq!(values(&(packed.fused)(std::slice::from_ref(qkv)).unwrap()), values(&separate));
 }
+
+#[test]
+fn decoded_rows_are_independent() {
+    let case = &row_cases(40, 300)[0];
+    let x = &single_inputs(case)[0];
+    let weight = x.repeat((20, 1)).unwrap();
+    let bias = weight.narrow(1, 3, 1).unwrap().flatten_all().unwrap();
+    let layers = [(&weight, None), (x, None), (&weight, Some(&bias))];
+    let all = |threads| with_threads(threads, || crate::linear_decode(x, &layers).unwrap());
+    let expected = all(1);
+    for (y, &(weight, bias)) in expected.iter().zip(&layers) {
+        let plain = crate::linear(x, weight, bias, None).unwrap();
+        let near = |(a, b): (f64, f64)| (a - b).abs() < 1e-5 * (1.0 + b.abs());
+        assert!(values(y).into_iter().zip(values(&plain)).all(near));
+        for row in [0, 7, 39] {
+            let alone = x.narrow(0, row, 1).unwrap();
+            let alone = crate::linear_decode(&alone, &[(weight, bias)]).unwrap();
+            assert_eq!(values(&alone[0]), values(&y.narrow(0, row, 1).unwrap()));
+        }
+    }
+    WITHOUT_DISPATCH.set(true);
+    let narrow = all(1);
+    WITHOUT_DISPATCH.set(false);
+    for others in [narrow, all(2), all(3)] {
+        let pairs = others.iter().zip(&expected);
+        assert!(pairs.into_iter().all(|(a, b)| values(a) == values(b)));
+    }
+}

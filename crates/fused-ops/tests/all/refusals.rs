@@ -15,6 +15,8 @@ fn wrong_shapes_are_rejected() {
     assert!(is_shape(fused_ops::layer_norm(&x, &numbers(&[3], 1), Some(&bad), 1e-5).unwrap_err()));
     assert!(is_shape(fused_ops::linear(&x, &numbers(&[3, 4], 1), None, None).unwrap_err()));
     assert!(is_shape(fused_ops::linear(&x, &numbers(&[3, 3], 1), Some(&bad), None).unwrap_err()));
+    let short = numbers(&[5, 4], 1);
+    assert!(is_shape(fused_ops::linear_decode(&x, &[(&short, None)]).unwrap_err()));
     let middle = |up: &[usize], down: &[usize], bias: Option<&Tensor>| {
         let up = numbers(up, 1);
         let down = numbers(down, 1);
@@ -137,6 +139,8 @@ fn constant_inputs_must_not_track_gradients() {
     let config = AttentionConfig::default().with_mask(var(&[2, 2]).as_tensor().clone());
     assert!(is_gradient(fused_ops::attention(&x, &x, &x, &config).unwrap_err()));
     assert!(is_gradient(fused_ops::rope(&x, &var(&[3, 2]), &numbers(&[3, 2], 1)).unwrap_err()));
+    let (row, weight) = (numbers(&[1, 3], 1), var(&[5, 3]));
+    assert!(is_gradient(fused_ops::linear_decode(&row, &[(&weight, None)]).unwrap_err()));
     let targets = Tensor::new(&[0_u32, 2], &Device::Cpu).unwrap();
     let config = CrossEntropyConfig::default().with_class_weights(var(&[3]).as_tensor().clone());
     assert!(is_gradient(

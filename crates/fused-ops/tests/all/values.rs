@@ -19,6 +19,25 @@ fn empty_rows_stay_empty() {
 }
 
 #[test]
+fn decoding_takes_any_shape() {
+    let (x, weight) = (numbers(&[2, 1, 3], 1), numbers(&[3, 4], 2).t().unwrap());
+    let bias = numbers(&[4], 3);
+    let found = fused_ops::linear_decode(&x, &[(&weight, Some(&bias))]).unwrap();
+    let expected = fused_ops::linear(&x, &weight, Some(&bias), None).unwrap();
+    assert_eq!(found[0].dims(), [2, 1, 4]);
+    let differences = values(&(&found[0] - &expected).unwrap());
+    assert!(differences.into_iter().all(|off| off.abs() < 1e-14));
+    let [x, weight] = [&x, &weight].map(|tensor| tensor.to_dtype(DType::BF16).unwrap());
+    let found = fused_ops::linear_decode(&x, &[(&weight, None)]).unwrap();
+    let expected = fused_ops::linear(&x, &weight, None, None).unwrap();
+    assert_eq!(values(&found[0]), values(&expected));
+    let (wide, narrow) = (numbers(&[0, 3], 1), numbers(&[2, 0], 1));
+    assert_eq!(fused_ops::linear_decode(&wide, &[(&wide, None)]).unwrap()[0].dims(), [0, 0]);
+    let y = fused_ops::linear_decode(&narrow, &[(&numbers(&[4, 0], 1), Some(&bias))]).unwrap();
+    assert_eq!(values(&y[0]), [values(&bias), values(&bias)].concat());
+}
+
+#[test]
 fn empty_weights_may_start_past_storage() {
     let x = numbers(&[1, 2, 3], 1);
     let rows = numbers(&[0, 5], 1).narrow(1, 2, 3).unwrap();

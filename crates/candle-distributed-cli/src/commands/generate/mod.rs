@@ -25,22 +25,25 @@ use crate::{
 /// Generate text with a model: a Hugging Face folder (Llama, Qwen 2, Mistral), or a folder written
 /// by `train`.
 ///
-/// The model runs in single precision on the CPU, without a cache of earlier tokens. This is enough
-/// to try a model out, but not to serve it.
+/// The model runs in single precision on the CPU, and caches the keys and values of all tokens. A
+/// token reads each weight once, for all prompts together.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
     "# The likeliest text, and a random one"
     "candle-distributed generate llama --prompt 'When the fog came in' --max-tokens 16"
     "candle-distributed generate llama --prompt 'When the fog came in' --temperature 0.8 --seed 7"
+    "# Two texts"
+    "candle-distributed generate llama --prompt 'When the fog came in' --prompt '3 and 1 is'"
 ])]
 pub(crate) struct GenerateArgs {
     /// Folder with config.json, tokenizer.json and safetensors, or folder of a run that has ended
     #[arg(value_name = "FOLDER")]
     folder: PathBuf,
-    /// Text to continue
-    #[arg(long, value_name = "TEXT")]
-    prompt: String,
-    /// Treat the prompt as a user's message, and generate the answer, with the tokenizer's chat
+    /// Text to continue. Give several prompts by repeating the option: each text is the one of its
+    /// prompt alone
+    #[arg(long = "prompt", value_name = "TEXT", required = true)]
+    prompts: Vec<String>,
+    /// Treat each prompt as a user's message, and generate the answer, with the tokenizer's chat
     /// template
     #[arg(long)]
     chat: bool,
@@ -57,7 +60,7 @@ pub(crate) struct GenerateArgs {
     #[arg(long)]
     ignore_eos: bool,
     /// Write the logits of all tokens of the prompt and the text into this safetensors file: one
-    /// tensor `logits` [tokens, vocabulary], each row for the next token
+    /// tensor `logits` [tokens, vocabulary], each row for the next token; only with one prompt
     #[arg(long, value_name = "FILE")]
     logits: Option<PathBuf>,
     #[command(flatten)]
@@ -65,7 +68,7 @@ pub(crate) struct GenerateArgs {
     /// Seed of the random draws of --temperature
     #[arg(long, value_name = "SEED", requires = "temperature", default_value_t = 0)]
     seed: u64,
-    /// Output format
+    /// Output format; json writes a line for each prompt
     #[arg(long, value_enum, default_value_t)]
     format: Format,
 }
@@ -84,16 +87,22 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     options.check().map_err(finetune::Error::from)?;
     let generator = open_generator(&args.folder, args.adapter.as_deref())?;
     args.check_logits()?;
-    let messages = args.messages();
-    let prompt = if args.chat { Prompt::Messages(&messages) } else { Prompt::Text(&args.prompt) };
-    let generated = generator.generate(prompt, &options)?;
-    if let Some(file) = &args.logits {
-        write_logits(file, &generator.logits(&generated)?)?;
+    let messages: Vec<_> = args.prompts.iter().map(|prompt| args.messages(prompt)).collect();
+    let prompts: Vec<_> = if args.chat {
+        messages.iter().map(|messages| Prompt::Messages(messages)).collect()
+    } else {
+        args.prompts.iter().map(|prompt| Prompt::Text(prompt)).collect()
+    };
+    for generated in generator.generate_all(&prompts, &options)? {
+        if let Some(file) = &args.logits {
+            write_logits(file, &generator.logits(&generated)?)?;
+        }
+        match args.format {
+            Format::Text => output::model_text(&generated.text)?,
+            Format::Json => output::json(&GenerateOutput { format_version: 1, generated })?,
+        }
     }
-    match args.format {
-        Format::Text => output::model_text(&generated.text),
-        Format::Json => output::json(&GenerateOutput { format_version: 1, generated }),
-    }
+    Ok(())
 }
 
 /// Writes logits as a safetensors file. They may be infinite or NaN.
@@ -106,10 +115,14 @@ fn write_logits(path: &Path, logits: &Tensor) -> Result<()> {
 }
 
 impl GenerateArgs {
-    /// Rejects a `--logits` file in a folder of the model, where it could replace a file or be read
+    /// Rejects `--logits` of several prompts, and a file in a folder of the model, where it could replace a file or be read
     /// as weights later.
     fn check_logits(&self) -> Result<()> {
         let Some(file) = &self.logits else { return Ok(()) };
+        if self.prompts.len() > 1 {
+            let error = Error::usage("--logits takes one --prompt");
+            return Err(error.with_hint("run the command once for each prompt"));
+        }
         for folder in iter::once(&self.folder).chain(&self.adapter) {
             if leads_into(file, folder)? {
                 let fault = format!(
@@ -124,9 +137,9 @@ impl GenerateArgs {
     }
 
     /// Returns the conversation to answer.
-    fn messages(&self) -> Vec<Message> {
+    fn messages(&self, prompt: &str) -> Vec<Message> {
         let system = self.system.iter().map(|content| Message::new("system", content));
-        system.chain([Message::new("user", &self.prompt)]).collect()
+        system.chain([Message::new("user", prompt)]).collect()
     }
 }
 
