@@ -13,7 +13,9 @@ use candle_distributed::{
     sampler::{DistributedSampler, MixtureEnd, MixturePart, Order, Partition, SamplerConfig, Tail},
     types::{Epoch, Placement},
 };
-use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use criterion::{
+    BenchmarkGroup, Criterion, Throughput, criterion_group, criterion_main, measurement::WallTime,
+};
 
 const WORLD: u64 = 8;
 
@@ -108,20 +110,31 @@ fn random_access(c: &mut Criterion) {
                 sampler.iter().nth(n as usize)
             });
         });
-        group.bench_function(format!("get_{variant}"), |b| {
-            b.iter(|| {
-                n = (n + 7_919) % sampler.len();
-                sampler.get(black_box(n))
-            });
-        });
-        group.bench_function(format!("position_of_{variant}"), |b| {
-            b.iter(|| {
-                n = (n + 7_919) % len;
-                sampler.position_of(black_box(n))
-            });
-        });
+        time_lookups(&mut group, variant, &sampler, len);
     }
     group.finish();
+}
+
+/// Times `get`, and `position_of` for each of `n_samples` samples.
+fn time_lookups(
+    group: &mut BenchmarkGroup<'_, WallTime>,
+    variant: &str,
+    sampler: &DistributedSampler,
+    n_samples: u64,
+) {
+    let mut n = 0;
+    group.bench_function(format!("get_{variant}"), |b| {
+        b.iter(|| {
+            n = (n + 7_919) % sampler.len();
+            sampler.get(black_box(n))
+        });
+    });
+    group.bench_function(format!("position_of_{variant}"), |b| {
+        b.iter(|| {
+            n = (n + 7_919) % n_samples;
+            sampler.position_of(black_box(n))
+        });
+    });
 }
 
 /// Times an epoch's deal, single reads and searches in 100,000 shards and in a mixture.
@@ -143,19 +156,7 @@ fn shards_and_parts(c: &mut Criterion) {
     });
     group.throughput(Throughput::Elements(1));
     for (variant, sampler) in [("100k_shards", shards), ("mixture_of_3", mixture)] {
-        let mut n = 0;
-        group.bench_function(format!("get_{variant}"), |b| {
-            b.iter(|| {
-                n = (n + 7_919) % sampler.len();
-                sampler.get(black_box(n))
-            });
-        });
-        group.bench_function(format!("position_of_{variant}"), |b| {
-            b.iter(|| {
-                n = (n + 7_919) % 30_000_000;
-                sampler.position_of(black_box(n))
-            });
-        });
+        time_lookups(&mut group, variant, &sampler, 30_000_000);
     }
     group.finish();
 }

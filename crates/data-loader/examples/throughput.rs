@@ -1,6 +1,8 @@
 //! Measures reading: lines per second of padded batches, the index of a file, and its reopening.
 //!
-//! `cargo run --release -p data-loader --example throughput -- 200000`
+//! `cargo run --release -p data-loader --example throughput -- 200000`. With a file, a batch size
+//! and a number of workers behind it, it prints only the rate of the second epoch, as JSON:
+//! `benches/peers/data.py` compares it with PyTorch's.
 
 #![allow(clippy::print_stdout, reason = "an example prints its results")]
 
@@ -17,14 +19,25 @@ use data_loader::{
 };
 
 fn main() -> Result<(), BoxError> {
-    let n_lines: u64 = std::env::args().nth(1).as_deref().unwrap_or("200000").parse()?;
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    if let [n_lines, path, batch_size, n_workers] = &args[..] {
+        let (batch_size, n_workers) = (batch_size.parse()?, n_workers.parse()?);
+        let mut loader = padded_lines(Path::new(path), batch_size, n_workers)?;
+        read_epoch(&mut loader, 0)?;
+        let start = Instant::now();
+        read_epoch(&mut loader, 1)?;
+        let per_second = n_lines.parse::<f64>()? / start.elapsed().as_secs_f64();
+        println!("{{\"lines_per_second\": {per_second:.0}}}");
+        return Ok(());
+    }
+    let n_lines: u64 = args.first().map_or("200000", String::as_str).parse()?;
     let folder = AtomicFolder::new(std::env::temp_dir().join("throughput"))?;
     let path = folder.path().join("lines.txt");
     write_lines(&path, n_lines, |n| format!("{}\n", "x".repeat(100 + (n * 7919 % 200) as usize)))?;
     for batch_size in [32, 256] {
         for n_workers in [0, 1, 2] {
             let start = Instant::now();
-            let n_ids = read_padded(&path, batch_size, n_workers)?;
+            let n_ids = read_epoch(&mut padded_lines(&path, batch_size, n_workers)?, 0)?;
             let per_second = n_lines as f64 / start.elapsed().as_secs_f64();
             println!(
                 "batch {batch_size}, {n_workers} workers: {per_second:.0} lines/s ({n_ids} ids)"
@@ -55,15 +68,23 @@ fn write_lines(path: &Path, n: u64, line: impl Fn(u64) -> String) -> std::io::Re
     file.flush()
 }
 
-fn read_padded(path: &Path, batch_size: u64, n_workers: usize) -> data_loader::Result<u64> {
-    let mut loader = DataLoader::builder(TextDataset::open(path)?)
+fn padded_lines(
+    path: &Path,
+    batch_size: u64,
+    n_workers: usize,
+) -> data_loader::Result<DataLoader<Vec<i64>>> {
+    DataLoader::builder(TextDataset::open(path)?)
         .batch_size(batch_size)
         .shuffle(Seed::new(1))
         .num_workers(n_workers)
-        .collate(|samples: SampleBatch<String>| Ok(pad(&samples.items)))?;
-    loader.set_epoch(Epoch::ZERO)?;
+        .collate(|samples: SampleBatch<String>| Ok(pad(&samples.items)))
+}
+
+/// Returns the number of ids in an epoch.
+fn read_epoch(loader: &mut DataLoader<Vec<i64>>, epoch: u64) -> data_loader::Result<u64> {
+    loader.set_epoch(Epoch::new(epoch))?;
     let mut n_ids = 0;
-    for batch in loader.by_ref() {
+    for batch in loader {
         n_ids += batch?.len() as u64;
     }
     Ok(n_ids)

@@ -231,7 +231,8 @@ impl<T> DataLoader<T> {
     /// # Errors
     ///
     /// The errors of [`load_state_dict`](Self::load_state_dict), and [`Error::Setting`] if batches
-    /// are planned by lengths.
+    /// are planned by lengths. They read the order out of sequence, so no position of it divides what
+    /// is read from what is not: give the next epoch a sampler with other weights.
     ///
     /// # Examples
     ///

@@ -228,7 +228,8 @@ impl BatchPlan for DynamicPlan {
             return Err(kind_mismatch(FIXED, DYNAMIC));
         };
         if weights.is_some() {
-            let expected = "unset if batches are planned by lengths";
+            let expected = "unset if batches are planned by lengths, which read the order out of \
+                sequence: set them for the next epoch";
             return Err(Error::setting("the weights", "set", expected));
         }
         let mut order = self.order.clone();

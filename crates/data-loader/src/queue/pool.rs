@@ -6,7 +6,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
-        mpsc::{self, Receiver},
+        mpsc::{self, Receiver, RecvTimeoutError},
     },
     thread::{self, JoinHandle},
     time::Duration,
@@ -154,10 +154,15 @@ impl<T> PendingResult<T> {
     /// Waits for the result, and raises a panic of the job in this thread. Returns `None` if it is
     /// not ready in time.
     pub(crate) fn wait(&self, limit: Option<Duration>) -> Option<T> {
-        let result = match limit {
-            None => self.receiver.recv().ok(),
-            Some(limit) => self.receiver.recv_timeout(limit).ok(),
+        let received = match limit {
+            None => self.receiver.recv().map_err(RecvTimeoutError::from),
+            Some(limit) => self.receiver.recv_timeout(limit),
         };
-        result.map(|result| result.unwrap_or_else(|panic| resume_unwind(panic)))
+        if matches!(received, Err(RecvTimeoutError::Timeout)) {
+            return None;
+        }
+        #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
+        let result = received.expect("a job sends its result or its panic");
+        Some(result.unwrap_or_else(|panic| resume_unwind(panic)))
     }
 }

@@ -12,11 +12,12 @@ use core_types::Fingerprint;
 
 use crate::error::{Error, Result};
 
-/// The length and the time of a file: another content has another stamp.
+/// The length and the time of a file: another content has another stamp, unless the file system has
+/// no times and the length is the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FileStamp {
     pub(crate) n_bytes: u64,
-    /// Nanoseconds since 1970; 0 if the system has no times.
+    /// Nanoseconds since 1970; 0 if there is no time.
     pub(crate) modified: u64,
 }
 

@@ -274,13 +274,16 @@ impl IndexBlock {
             starts: starts.chunks_exact(8).map(read_number).collect(),
             ends: ends.chunks_exact(4).map(|end| read_number(end) as u32).collect(),
         };
-        block.is_ascending(n_text_bytes).then_some(block)
+        block.is_possible(n_text_bytes).then_some(block)
     }
 
-    /// Returns true if the samples are in ascending order within the text. A checksum proves only
-    /// that the block is as it was written.
-    fn is_ascending(&self, n_text_bytes: u64) -> bool {
+    /// Returns true if the samples are in ascending order within the text, with at most one line
+    /// per byte before them. A checksum proves only that the block is as it was written.
+    fn is_possible(&self, n_text_bytes: u64) -> bool {
         let Some(&(mut position)) = self.starts.first() else { return false };
+        if self.n_lines > position {
+            return false;
+        }
         self.ends.iter().enumerate().all(|(sample, &end)| {
             let start = self.starts[sample / GROUP_SAMPLES];
             let is_joined = sample % GROUP_SAMPLES > 0 || start == position;

@@ -136,6 +136,80 @@ fn other_shards_are_rejected() {
     }
 }
 
+/// The set-up of the mixing test: nodes of eight ranks that read shards sorted by label.
+const N_SHARDS: usize = 1000;
+const N_NODES: u64 = 4;
+const RANKS_OF_NODE: u64 = 8;
+const GLOBAL_BATCH: usize = 512;
+const LANES: u64 = 256;
+
+/// Returns the length of each shard, from 201 to 1,800.
+fn uneven_shards(seed: Seed) -> Vec<u64> {
+    (0..N_SHARDS as u64).map(|shard| 201 + seed.derive(shard).as_u64() % 1600).collect()
+}
+
+/// Returns the deviation of a batch's mean label, over that of a full shuffle.
+fn label_deviation(order: &[u64]) -> f64 {
+    let len = order.len() as f64;
+    let batches = order.chunks_exact(GLOBAL_BATCH);
+    let n_batches = batches.len() as f64;
+    let deviations = batches.map(|batch| {
+        let mean = batch.iter().map(|&sample| sample as f64 / len).sum::<f64>();
+        (mean / GLOBAL_BATCH as f64 - 0.5).powi(2)
+    });
+    // Labels are uniform from 0 to 1, so their variance is 1/12.
+    (deviations.sum::<f64>() / n_batches * GLOBAL_BATCH as f64 * 12.).sqrt()
+}
+
+/// Returns the number of shards that a node fetches if it keeps the last ones that it has used.
+fn count_fetches(order: &[u64], starts: &[u64], node: u64) -> usize {
+    let n_cached = usize::try_from(LANES / N_NODES).unwrap();
+    let world = N_NODES * RANKS_OF_NODE;
+    let mut cached: Vec<usize> = Vec::new();
+    let mut n_fetches = 0;
+    for (position, &sample) in (0..).zip(order) {
+        if position % world / RANKS_OF_NODE != node {
+            continue;
+        }
+        let shard = starts.partition_point(|&start| start <= sample);
+        match cached.iter().rposition(|&other| other == shard) {
+            Some(place) => drop(cached.remove(place)),
+            None => n_fetches += 1,
+        }
+        cached.push(shard);
+        if cached.len() > n_cached {
+            cached.remove(0);
+        }
+    }
+    n_fetches
+}
+
+#[test]
+fn lanes_mix_with_few_fetches() {
+    const N_SEEDS: u64 = 3;
+    let (mut variance, mut n_fetches) = (0., 0);
+    for seed in (0..N_SEEDS).map(Seed::new) {
+        let lens = uneven_shards(seed);
+        let config = SamplerConfig::default().with_seed(seed);
+        let order: Vec<u64> = sharded(&lens, LANES, Placement::SINGLE, config).iter().collect();
+        let starts: Vec<u64> = lens
+            .iter()
+            .scan(0, |end, &len| {
+                let start = *end;
+                *end += len;
+                Some(start)
+            })
+            .collect();
+        variance += label_deviation(&order).powi(2);
+        n_fetches += (0..N_NODES).map(|node| count_fetches(&order, &starts, node)).sum::<usize>();
+    }
+    let deviation = (variance / N_SEEDS as f64).sqrt();
+    let fetches_per_shard = n_fetches as f64 / (N_SHARDS as f64 * N_SEEDS as f64);
+    println!("{deviation} {fetches_per_shard}");
+    assert!(deviation < 1.36, "{deviation}");
+    assert!(fetches_per_shard <= 1.05, "{fetches_per_shard}");
+}
+
 fn mixture(
     parts: &[(u64, u64)],
     end: MixtureEnd,

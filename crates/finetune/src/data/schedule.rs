@@ -1,6 +1,11 @@
 //! The batch schedule of a run, which samples sequences and groups them into the batches of steps.
 
-use std::{collections::BTreeMap, iter, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    iter,
+    ops::Bound::{Excluded, Included},
+    sync::Arc,
+};
 
 use core_types::{Epoch, Placement, Seed, WorldSize};
 use dist_sampler::{DistributedSampler, MixtureEnd, MixturePart, SamplerConfig};
@@ -34,13 +39,28 @@ pub(crate) fn default_max_tokens(world_size: WorldSize, longest: usize) -> u64 {
     DEFAULT_MAX_TOKENS.max(world_size.as_u64() * longest as u64)
 }
 
-/// The weights of several texts, from an epoch on.
+/// The weights of several texts, from a step of an epoch on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MixtureWeights {
     /// First epoch with these weights.
     pub from_epoch: u64,
+    /// First step of that epoch with these weights, from 0.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub from_step: u64,
     /// Weight of each text.
     pub weights: Vec<u64>,
+}
+
+impl MixtureWeights {
+    /// Returns the first epoch and its first step with these weights.
+    pub(crate) fn start(&self) -> (u64, u64) {
+        (self.from_epoch, self.from_step)
+    }
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde requires this signature")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// Settings of the batches of a step.
@@ -71,8 +91,10 @@ impl Batching {
 /// not depend on the number of devices, which may change when a run is resumed.
 #[derive(Debug)]
 pub(crate) struct BatchSchedule {
-    /// Orders of the sequences, by the first epoch of each. One begins at epoch 0.
-    orders: BTreeMap<u64, DistributedSampler>,
+    /// Orders of the sequences, by the first epoch and step of each. One begins at the first step.
+    orders: BTreeMap<(u64, u64), DistributedSampler>,
+    /// Number of texts in a mixture.
+    n_parts: usize,
     /// The "ranks" of this sampler are the batches of a step, which the mesh divides later.
     steps: DistributedBatchSampler<Vec<u64>>,
 }
@@ -98,11 +120,11 @@ impl BatchSchedule {
     pub(crate) fn new(lengths: Vec<u64>, seed: Seed, batching: &Batching) -> Result<Self> {
         let config = sequence_config(seed);
         let order = DistributedSampler::new(lengths.len() as u64, Placement::SINGLE, config)?;
-        Self::with_orders(lengths, BTreeMap::from([(0, order)]), seed, batching)
+        Self::with_orders(lengths, BTreeMap::from([((0, 0), order)]), 1, seed, batching)
     }
 
     /// Plans steps that mix several parts of the sequences, in proportion to weights that begin at
-    /// epoch 0. An epoch has as many sequences as all parts have; a part that ends is read again.
+    /// the first step. An epoch has as many sequences as all parts have; a part that ends is read again.
     ///
     /// # Errors
     ///
@@ -117,20 +139,21 @@ impl BatchSchedule {
     ) -> Result<Self> {
         let end = MixtureEnd::Repeat { len: lengths.len() as u64 };
         let mut orders = BTreeMap::new();
-        for MixtureWeights { from_epoch, weights } in mixture {
+        for MixtureWeights { from_epoch, from_step, weights } in mixture {
             let parts = iter::zip(part_lens, weights);
             let parts: Vec<MixturePart> =
                 parts.map(|(&len, &weight)| MixturePart::new(len, weight)).collect();
             let config = sequence_config(seed);
             let order = DistributedSampler::mixture(&parts, end, Placement::SINGLE, config)?;
-            orders.insert(*from_epoch, order);
+            orders.insert((*from_epoch, *from_step), order);
         }
-        Self::with_orders(lengths, orders, seed, batching)
+        Self::with_orders(lengths, orders, part_lens.len(), seed, batching)
     }
 
     fn with_orders(
         lengths: Vec<u64>,
-        orders: BTreeMap<u64, DistributedSampler>,
+        orders: BTreeMap<(u64, u64), DistributedSampler>,
+        n_parts: usize,
         seed: Seed,
         batching: &Batching,
     ) -> Result<Self> {
@@ -144,26 +167,30 @@ impl BatchSchedule {
         let placement = Placement::new(0, batching.n_batches)?;
         let step_config = DistributedConfig::default().with_shuffle(seed.derive(BATCH_STREAM));
         let steps = DistributedBatchSampler::new(batches, placement, step_config)?;
-        Ok(Self { orders, steps })
+        Ok(Self { orders, n_parts, steps })
     }
 
-    /// Returns the padding of the first epoch, and the batches of each of its steps.
+    /// Returns the padding of the first epoch, and the batches of each of its steps, if the weights
+    /// do not change in it.
     ///
     /// # Errors
     ///
     /// [`RunError::PackedRows`] if the sequences fill fewer rows than a step needs.
     pub(crate) fn first_epoch(&self) -> Result<(PaddingReport, Vec<Vec<Batch>>)> {
-        let steps = self.epoch(Epoch::ZERO)?;
+        let steps = self.plan(Epoch::ZERO, self.order_at(Epoch::ZERO, 0).iter())?;
         Ok((steps.report(), (0..steps.len()).map_while(|nth| steps.step(nth)).collect()))
     }
 
-    /// Checks that `state` is a position in this schedule.
+    /// Returns the number of steps of its epoch that are done at `state`, also with earlier weights.
+    /// Plans the epoch, so that a schedule without steps is an error too.
     ///
     /// # Errors
     ///
-    /// [`Error::Batch`] if the state belongs to another schedule, since the text has changed.
-    pub(crate) fn check_position(&self, state: Option<&BatchState>) -> Result<()> {
-        self.rest_of_epoch(state).map(drop)
+    /// [`Error::Batch`] if the state belongs to another schedule, since the text has changed, and
+    /// [`RunError::PackedRows`] if the sequences fill fewer rows than a step needs.
+    pub(crate) fn steps_done(&self, state: Option<&BatchState>) -> Result<u64> {
+        let epoch = state.map_or(Epoch::ZERO, |state| state.epoch);
+        Ok(self.epoch_steps(epoch, state)?.n_done)
     }
 
     /// Returns all steps after `state`, or all steps of the run. If an epoch cannot be planned, the
@@ -176,29 +203,87 @@ impl BatchSchedule {
         self: &Arc<Self>,
         state: Option<&BatchState>,
     ) -> Result<impl Iterator<Item = Result<ScheduledStep>> + use<>> {
-        let first_epoch = self.rest_of_epoch(state)?;
+        let epoch = state.map_or(Epoch::ZERO, |state| state.epoch);
+        let first_epoch = self.epoch_steps(epoch, state)?.steps;
         // `skip(1)` instead of `epoch + 1`, which overflows after the last epoch.
-        let later_epochs = (first_epoch.state().epoch.as_u64()..=u64::MAX).skip(1);
+        let later_epochs = (epoch.as_u64()..=u64::MAX).skip(1);
         let schedule = Arc::clone(self);
-        let later_steps =
-            later_epochs.flat_map(move |epoch| match schedule.epoch(Epoch::new(epoch)) {
-                Ok(steps) => collect_steps(steps),
+        let later_steps = later_epochs.flat_map(move |epoch| {
+            match schedule.epoch_steps(Epoch::new(epoch), None) {
+                Ok(epoch) => epoch.steps.into_iter().map(Ok).collect(),
                 Err(error) => vec![Err(error)],
-            });
+            }
+        });
         let end = iter::once_with(|| Err(RunError::LastEpoch.into()));
-        Ok(collect_steps(first_epoch).into_iter().chain(later_steps).chain(end))
+        Ok(first_epoch.into_iter().map(Ok).chain(later_steps).chain(end))
     }
 
-    /// Returns the remaining steps of the epoch of `state`, or all steps of the first epoch.
-    fn rest_of_epoch(&self, state: Option<&BatchState>) -> Result<Steps<Vec<u64>>> {
-        match state {
-            None => self.epoch(Epoch::ZERO),
-            Some(state) => Ok(self.steps.resume(state, &self.sequences_in(state.epoch))?),
+    /// Plans the steps of an epoch that follow `state`, or all of them.
+    fn epoch_steps(&self, epoch: Epoch, state: Option<&BatchState>) -> Result<RemainingSteps> {
+        let mut parts = self.parts(epoch)?.into_iter();
+        let mut remaining = match state {
+            None => RemainingSteps { n_done: 0, steps: Vec::new() },
+            Some(state) => self.resume_part(&mut parts, state)?,
+        };
+        for part in parts {
+            let planned = self.plan(epoch, part.sequences)?;
+            remaining.steps.extend(collect_steps(&planned, part.n_steps));
         }
+        Ok(remaining)
     }
 
-    fn epoch(&self, epoch: Epoch) -> Result<Steps<Vec<u64>>> {
-        self.steps.epoch(epoch, &self.sequences_in(epoch)).map_err(|error| match error {
+    /// Returns the parts of an epoch between changes of the weights; in most epochs one.
+    ///
+    /// Where the weights change, the remaining sequences are mixed and planned anew.
+    fn parts(&self, epoch: Epoch) -> Result<Vec<EpochPart>> {
+        let sequences = self.order_at(epoch, 0).iter().collect();
+        let mut part = EpochPart { first_step: 0, n_steps: u64::MAX, sequences };
+        let mut parts = Vec::new();
+        let mut read = Vec::new();
+        let epoch_number = epoch.as_u64();
+        let changes = (Excluded((epoch_number, 0)), Included((epoch_number, u64::MAX)));
+        for &(_, first_step) in self.orders.range(changes).map(|(start, _)| start) {
+            part.n_steps = first_step - part.first_step;
+            let planned = self.plan(epoch, part.sequences.iter().copied())?;
+            for step in collect_steps(&planned, part.n_steps) {
+                read.extend(step.batches.into_iter().flat_map(|batch| batch.indices));
+            }
+            parts.push(part);
+            let sequences = remix(&self.order_at(epoch, first_step), self.n_parts, &read)?;
+            part = EpochPart { first_step, n_steps: u64::MAX, sequences };
+        }
+        parts.push(part);
+        Ok(parts)
+    }
+
+    /// Returns the steps after `state` in its part, and advances `parts` to the next one.
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
+    fn resume_part(
+        &self,
+        parts: &mut impl Iterator<Item = EpochPart>,
+        state: &BatchState,
+    ) -> Result<RemainingSteps> {
+        let mut mismatch = None;
+        for part in parts {
+            match self.steps.resume(state, part.sequences) {
+                Ok(steps) if steps.state().step <= part.n_steps => {
+                    let n_done = part.first_step + steps.state().step;
+                    let steps = collect_steps(&steps, part.n_steps);
+                    return Ok(RemainingSteps { n_done, steps });
+                }
+                Ok(_) => {}
+                Err(error) => mismatch = Some(error),
+            }
+        }
+        Err(mismatch.expect("the last part has no end, so another state is an error").into())
+    }
+
+    fn plan(
+        &self,
+        epoch: Epoch,
+        sequences: impl IntoIterator<Item = u64>,
+    ) -> Result<Steps<Vec<u64>>> {
+        self.steps.epoch(epoch, sequences).map_err(|error| match error {
             // Each batch is a packed row, so the "ranks" of the sampler are the rows of a step.
             dyn_batch::Error::CannotFillStep { n_batches: n_rows, world_size: rows_per_step } => {
                 RunError::PackedRows { n_rows, expected: rows_per_step }.into()
@@ -207,32 +292,84 @@ impl BatchSchedule {
         })
     }
 
+    /// Returns the order of an epoch with the weights at one of its steps.
     #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
-    fn sequences_in(&self, epoch: Epoch) -> DistributedSampler {
-        let mut begun = self.orders.range(..=epoch.as_u64());
-        let (_, order) = begun.next_back().expect("one order begins at epoch 0");
+    fn order_at(&self, epoch: Epoch, step: u64) -> DistributedSampler {
+        let mut begun = self.orders.range(..=(epoch.as_u64(), step));
+        let (_, order) = begun.next_back().expect("one order begins at the first step");
         let mut sequences = order.clone();
         sequences.set_epoch(epoch);
         sequences
     }
 }
 
+/// The steps of an epoch that are mixed by the same weights.
+struct EpochPart {
+    first_step: u64,
+    /// Number of its steps until the weights change.
+    n_steps: u64,
+    sequences: Vec<u64>,
+}
+
+/// The steps of an epoch that are left.
+struct RemainingSteps {
+    /// Number of steps before them.
+    n_done: u64,
+    steps: Vec<ScheduledStep>,
+}
+
+/// Returns the sequences of an epoch that follow those in `read`, mixed by the weights of `order`.
+///
+/// Batches read an order out of sequence, so no position in it divides the sequences that are read
+/// from the others. Every part continues with its first sequences that are not read.
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
+fn remix(order: &DistributedSampler, n_parts: usize, read: &[u64]) -> Result<Vec<u64>> {
+    let mut n_read: BTreeMap<u64, u64> = BTreeMap::new();
+    for &index in read {
+        *n_read.entry(index).or_default() += 1;
+    }
+    let mut parts = Vec::with_capacity(n_parts);
+    for part in 0..n_parts {
+        let weights: Vec<u64> = (0..n_parts).map(|other| u64::from(other == part)).collect();
+        parts.push(order.clone().with_weights_from(0, &weights)?);
+    }
+    let mut parts: Vec<_> = parts.iter().map(DistributedSampler::iter).collect();
+    let n_left = order.len().saturating_sub(read.len() as u64);
+    let mut rest = Vec::new();
+    for turn in order.iter().take(to_usize(n_left)) {
+        let part = order.part_of(turn).expect("a mixture has the part of each of its samples");
+        rest.extend(parts[part].find(|index| match n_read.get_mut(index) {
+            Some(times) if *times > 0 => {
+                *times -= 1;
+                false
+            }
+            _ => true,
+        }));
+    }
+    Ok(rest)
+}
+
+/// Returns a number of sequences or steps in memory, or the largest one.
+fn to_usize(number: u64) -> usize {
+    usize::try_from(number).unwrap_or(usize::MAX)
+}
+
 fn sequence_config(seed: Seed) -> SamplerConfig {
     SamplerConfig::default().with_seed(seed.derive(SEQUENCE_STREAM))
 }
 
-/// Returns the remaining steps of an epoch.
-#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
-fn collect_steps(mut steps: Steps<Vec<u64>>) -> Vec<Result<ScheduledStep>> {
-    let first = usize::try_from(steps.state().step);
-    let mut index = first.expect("steps in memory have indices of type usize");
+/// Returns the steps from the position of `steps` up to step `end`.
+fn collect_steps(steps: &Steps<Vec<u64>>, end: u64) -> Vec<ScheduledStep> {
+    let mut state = steps.state();
     let mut scheduled = Vec::with_capacity(steps.len());
-    // `next` returns only the batch of one "rank", but moves the state.
-    while steps.next().is_some() {
-        let batches = steps.step(index).expect("`next` has just returned this step");
-        let state = steps.state();
-        scheduled.push(Ok(ScheduledStep { epoch: state.epoch.as_u64(), batches, state }));
-        index += 1;
+    while state.step < end.min(state.n_steps) {
+        let Some(batches) = steps.step(to_usize(state.step)) else { break };
+        state.step += 1;
+        scheduled.push(ScheduledStep {
+            epoch: state.epoch.as_u64(),
+            batches,
+            state: state.clone(),
+        });
     }
     scheduled
 }
@@ -257,11 +394,7 @@ mod tests {
 
     #[test]
     fn mixed_epochs_follow_their_weights() {
-        let weights = |from_epoch, weights: [u64; 2]| {
-            let weights = weights.to_vec();
-            MixtureWeights { from_epoch, weights }
-        };
-        let mixture = [weights(0, [7, 3]), weights(2, [1, 1])];
+        let mixture = [weights(0, 0, [7, 3]), weights(2, 0, [1, 1])];
         // The second part is smaller than its share.
         let mixed = |batching: &Batching| {
             let lengths = (10..60).collect();
@@ -270,8 +403,8 @@ mod tests {
         for batching in [Batching::bucketed(128), Batching::bucketed(1 << 20)] {
             let schedule = mixed(&batching);
             for (epoch, expected) in [(0, [35, 15]), (1, [35, 15]), (2, [25, 25]), (9, [25, 25])] {
-                let steps = collect_steps(schedule.epoch(Epoch::new(epoch)).unwrap());
-                let batches = steps.into_iter().flat_map(|step| step.unwrap().batches);
+                let steps = schedule.epoch_steps(Epoch::new(epoch), None).unwrap().steps;
+                let batches = steps.into_iter().flat_map(|step| step.batches);
                 let indices = batches.flat_map(|batch| batch.indices);
                 let (first, second): (Vec<u64>, Vec<u64>) = indices.partition(|&index| index < 40);
                 assert_eq!([first.len(), second.len()], expected, "epoch {epoch}");
@@ -280,6 +413,47 @@ mod tests {
         let bucketed = Batching::bucketed(128);
         let plain = BatchSchedule::new((10..60).collect(), Seed::new(0), &bucketed).unwrap();
         resumes(&Arc::new(mixed(&bucketed)), &Arc::new(plain));
+    }
+
+    fn weights(from_epoch: u64, from_step: u64, weights: [u64; 2]) -> MixtureWeights {
+        MixtureWeights { from_epoch, from_step, weights: weights.to_vec() }
+    }
+
+    fn indices_of(steps: &[ScheduledStep]) -> Vec<u64> {
+        let batches = steps.iter().flat_map(|step| &step.batches);
+        batches.flat_map(|batch| batch.indices.iter().copied()).collect()
+    }
+
+    #[test]
+    fn weights_change_at_any_step() {
+        let lengths: Vec<u64> = (0..200).map(|n| 10 + n * 7 % 50).collect();
+        let schedule = |mixture: &[MixtureWeights]| {
+            let batching = Batching::bucketed(256);
+            BatchSchedule::mixed(lengths.clone(), &[150, 50], mixture, Seed::new(0), &batching)
+        };
+        let first = schedule(&[weights(0, 0, [7, 3])]).unwrap();
+        let all = first.epoch_steps(Epoch::ZERO, None).unwrap().steps;
+        for from_step in [1, 9, all.len() as u64] {
+            let done = usize::try_from(from_step).unwrap();
+            let phases =
+                [weights(0, 0, [7, 3]), weights(0, from_step, [1, 1]), weights(1, 3, [0, 1])];
+            let changed = schedule(&phases).unwrap();
+            assert_eq!(changed.steps_done(Some(&all[done - 1].state)).unwrap(), from_step);
+            let steps = changed.epoch_steps(Epoch::ZERO, None).unwrap().steps;
+            let mut indices = indices_of(&steps);
+            assert_eq!(indices.len(), lengths.len(), "an epoch keeps its length");
+            assert_eq!(&indices_of(&all[..done]), &indices_of(&steps[..done]));
+            let rest = indices_of(&steps[done..]);
+            let n_second = rest.iter().filter(|&&index| index >= 150).count();
+            assert_eq!(n_second, rest.len() / 2, "{from_step}");
+            indices.retain(|&index| index < 150);
+            let n_first = indices.len();
+            indices.sort_unstable();
+            indices.dedup();
+            assert_eq!(indices.len(), n_first, "no sequence of the larger part is read again");
+            let other = schedule(&[weights(0, 0, [1, 9])]).unwrap();
+            resumes(&Arc::new(changed), &Arc::new(other));
+        }
     }
 
     fn resumes(schedule: &Arc<BatchSchedule>, other: &Arc<BatchSchedule>) {
@@ -293,7 +467,9 @@ mod tests {
             }
         }
         // A damaged checkpoint may name the last epoch, which has no successor.
-        let last = schedule.epoch(Epoch::new(u64::MAX)).unwrap().state();
+        let last_epoch = Epoch::new(u64::MAX);
+        let last = schedule.plan(last_epoch, schedule.order_at(last_epoch, 0).iter());
+        let last = last.unwrap().state();
         let mut rest = schedule.steps(Some(&last)).unwrap();
         let end = rest.find_map(Result::err).unwrap().to_string();
         assert!(end.contains("no epoch comes after"), "{end}");

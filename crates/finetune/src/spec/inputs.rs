@@ -163,21 +163,21 @@ impl RunInputs {
         Ok(parts)
     }
 
-    /// Returns the weights of several texts in an epoch; empty for a single text.
-    pub(crate) fn weights_in(&self, epoch: u64) -> &[u64] {
-        let mut earlier = self.mixture.iter().rev().filter(|phase| phase.from_epoch <= epoch);
-        earlier.next().map_or(&[], |phase| &phase.weights)
+    /// Returns the weights of several texts at a step of an epoch; empty for a single text.
+    pub(crate) fn weights_at(&self, epoch: u64, step: u64) -> &[u64] {
+        let is_begun = |phase: &&MixtureWeights| phase.start() <= (epoch, step);
+        self.mixture.iter().rfind(is_begun).map_or(&[], |phase| &phase.weights)
     }
 
-    /// Sets the weights of several texts from an epoch on.
-    pub(crate) fn set_weights_from(&mut self, from_epoch: u64, weights: Vec<u64>) {
-        self.mixture.retain(|phase| phase.from_epoch < from_epoch);
-        if self.mixture.last().is_none_or(|last| last.weights != weights) {
-            self.mixture.push(MixtureWeights { from_epoch, weights });
+    /// Sets the weights of several texts from a step of an epoch on.
+    pub(crate) fn set_weights_from(&mut self, from: MixtureWeights) {
+        self.mixture.retain(|phase| phase.start() < from.start());
+        if self.mixture.last().is_none_or(|last| last.weights != from.weights) {
+            self.mixture.push(from);
         }
     }
 
-    /// Returns true if there are valid weights for `n_texts` texts from epoch 0 on.
+    /// Returns true if there are valid weights for `n_texts` texts from the first step on.
     pub(crate) fn has_valid_mixture(&self, n_texts: usize) -> bool {
         let is_valid_phase = |phase: &MixtureWeights| {
             phase.weights.len() == n_texts && phase.weights.iter().copied().all(is_valid)
@@ -186,9 +186,9 @@ impl RunInputs {
             None => n_texts < 2,
             Some(first) => {
                 n_texts > 1
-                    && first.from_epoch == 0
+                    && first.start() == (0, 0)
                     && self.mixture.iter().all(is_valid_phase)
-                    && self.mixture.is_sorted_by(|left, right| left.from_epoch < right.from_epoch)
+                    && self.mixture.is_sorted_by(|left, right| left.start() < right.start())
             }
         }
     }

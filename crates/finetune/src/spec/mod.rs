@@ -295,9 +295,9 @@ impl Spec {
         Seed::new(self.seed).derive(ORDER_STREAM)
     }
 
-    /// Returns the texts with their weights in an epoch; empty for short stories.
-    pub fn texts(&self, epoch: u64) -> Vec<TextSource> {
-        let weights = self.finetune.weights_in(epoch).iter().copied().map(Some);
+    /// Returns the texts with their weights at a step of an epoch; empty for short stories.
+    pub fn texts(&self, epoch: u64, step: u64) -> Vec<TextSource> {
+        let weights = self.finetune.weights_at(epoch, step).iter().copied().map(Some);
         let weights = weights.chain(iter::repeat(None));
         let texts = self.data.iter().cloned().zip(weights);
         texts.map(|(path, weight)| TextSource { path, weight }).collect()
@@ -474,7 +474,7 @@ pub(crate) mod tests {
     fn invalid_mixtures_are_damage() {
         let phase = |from_epoch, weights: &[u64]| {
             let weights = weights.to_vec();
-            MixtureWeights { from_epoch, weights }
+            MixtureWeights { from_epoch, from_step: 0, weights }
         };
         let read = |n_texts, mixture| {
             let home = tempfile::tempdir().unwrap();
@@ -485,7 +485,8 @@ pub(crate) mod tests {
         };
         read(0, vec![]).unwrap();
         read(1, vec![]).unwrap();
-        read(2, vec![phase(0, &[7, 3]), phase(2, &[1, 1 << 20])]).unwrap();
+        let later = MixtureWeights { from_step: 9, ..phase(2, &[1, 2]) };
+        read(2, vec![phase(0, &[7, 3]), phase(2, &[1, 1 << 20]), later]).unwrap();
         for (n_texts, mixture) in [
             (2, vec![]),
             (1, vec![phase(0, &[1])]),

@@ -79,7 +79,7 @@ impl RunOptions {
             return Vec::new();
         }
         let weights = self.data.iter().map(|source| source.weight.unwrap_or(1)).collect();
-        vec![MixtureWeights { from_epoch: 0, weights }]
+        vec![MixtureWeights { from_epoch: 0, from_step: 0, weights }]
     }
 
     /// Returns the inputs of a resumed run. The folder of the model may have moved.

@@ -14,7 +14,7 @@ use crate::{
 ///
 /// `None` stands for the default of a new run, or for the value that a resumed run started with. A
 /// resumed run rejects any other value, except for `out`, `data`, `sharding` and `checkpoint_every`,
-/// which may change: `data` in its paths, and in its weights from the next epoch on.
+/// which may change: `data` in its paths, and in its weights from the next step on.
 #[derive(Clone, Debug, Default)]
 #[cfg_attr(feature = "clap", derive(clap::Args))]
 pub struct RunOptions {
@@ -211,7 +211,7 @@ impl RunOptions {
         }
         let n_texts = self.data.len();
         if n_texts > 0 && n_texts != spec.data.len().max(1) {
-            let started: Vec<String> = spec.texts(0).iter().map(TextSource::to_string).collect();
+            let started: Vec<String> = spec.texts(0, 0).iter().map(TextSource::to_string).collect();
             let started = (!started.is_empty()).then(|| started.join(", "));
             return Err(SpecError::ResumeMismatch { name: "data", started }.into());
         }

@@ -19,7 +19,7 @@ use crate::{
     data::{
         dataset::{BatchTensors, DataSet},
         model::Model,
-        schedule::{BatchSchedule, ScheduledStep, default_max_tokens},
+        schedule::{BatchSchedule, MixtureWeights, ScheduledStep, default_max_tokens},
     },
     error::{Result, run::RunError, spec::SpecError},
     folder::Folder,
@@ -101,12 +101,18 @@ impl RunOptions {
             }
         }
         let is_known = known.is_some();
-        let Texts { data, part_lens, held_out, folder, spec } = self.read(known, world_size)?;
+        let Texts { data, part_lens, held_out, folder, mut spec } = self.read(known, world_size)?;
         let resume_point = self.resume_point(&spec, is_known)?;
-        let spec = if is_known { self.reweighted(spec, resume_point.as_ref()) } else { spec };
-        let schedule = spec.training_schedule(data.lengths(), &part_lens)?;
+        let mut schedule = spec.training_schedule(data.lengths(), &part_lens)?;
         // A position outside of these batches is rejected here; the batches are made later.
-        schedule.check_position(resume_point.as_ref().map(|point| &point.batches))?;
+        let batches = resume_point.as_ref().map(|point| &point.batches);
+        let n_done = schedule.steps_done(batches)?;
+        // The weights of the first step identify a run, so without a position they stay.
+        let position = batches.map_or((1, 0), |batches| (batches.epoch.as_u64(), n_done));
+        if is_known && self.reweight(&mut spec, position) {
+            schedule = spec.training_schedule(data.lengths(), &part_lens)?;
+            schedule.steps_done(batches)?;
+        }
         let model = spec.trained_model()?;
         let run = PreparedRun {
             parameters: model.parameters()?,
@@ -207,18 +213,17 @@ impl RunOptions {
         }
     }
 
-    /// Sets the requested weights of a resumed run from the epoch after its position on.
-    fn reweighted(&self, mut spec: Spec, position: Option<&ResumePoint>) -> Spec {
+    /// Sets the requested weights of a resumed run from its position on: an epoch and a step.
+    /// Returns true if there are some.
+    fn reweight(&self, spec: &mut Spec, (from_epoch, from_step): (u64, u64)) -> bool {
         if self.data.iter().all(|text| text.weight.is_none()) || spec.finetune.mixture.is_empty() {
-            return spec;
+            return false;
         }
-        let epoch = position.map_or(0, |point| point.batches.epoch.as_u64());
-        let from_epoch = epoch.saturating_add(1);
-        let known = spec.finetune.weights_in(from_epoch);
+        let known = spec.finetune.weights_at(from_epoch, from_step);
         let weights = iter::zip(&self.data, known);
         let weights = weights.map(|(text, &known)| text.weight.unwrap_or(known)).collect();
-        spec.finetune.set_weights_from(from_epoch, weights);
-        spec
+        spec.finetune.set_weights_from(MixtureWeights { from_epoch, from_step, weights });
+        true
     }
 
     /// Opens the checkpoint to resume from, if there is one.

@@ -604,11 +604,12 @@ mod tests {
         let [expected, found] = homes.each_ref().map(|home| {
             let run = home.path().join("run");
             let mixture = Spec::read(&run).unwrap().unwrap().finetune.mixture;
-            let phase = |from_epoch, weights: [u64; 2]| MixtureWeights {
-                from_epoch,
+            let phase = |from_step, weights: [u64; 2]| MixtureWeights {
+                from_epoch: 0,
+                from_step,
                 weights: weights.into(),
             };
-            assert_eq!(mixture, [phase(0, [7, 3]), phase(1, [1, 4])]);
+            assert_eq!(mixture, [phase(0, [7, 3]), phase(3, [1, 4])]);
             fs::read(run.join("model/model.safetensors")).unwrap()
         });
         assert!(found == expected);

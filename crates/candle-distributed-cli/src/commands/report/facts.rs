@@ -122,7 +122,7 @@ fn compare_session(
 
 /// Returns the names of the texts with their latest weights, or `None` for built-in stories.
 pub(super) fn data_names(settings: &Spec) -> Option<String> {
-    let texts = settings.texts(u64::MAX).into_iter().map(|text| text.to_string());
+    let texts = settings.texts(u64::MAX, u64::MAX).into_iter().map(|text| text.to_string());
     texts.reduce(|left, right| format!("{left}, {right}"))
 }
 

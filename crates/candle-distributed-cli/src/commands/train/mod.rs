@@ -346,12 +346,13 @@ fn warn_of_files(examples: &Examples) {
     }
 }
 
-/// Writes the texts of a mixture with their weights, from each epoch on.
+/// Writes the texts of a mixture with their weights, and where these begin.
 fn write_mixture(spec: &Spec, out: &mut dyn Write) -> io::Result<()> {
-    for &MixtureWeights { from_epoch, .. } in &spec.finetune.mixture {
-        let texts = spec.texts(from_epoch).into_iter().map(|text| text.to_string());
+    for &MixtureWeights { from_epoch, from_step, .. } in &spec.finetune.mixture {
+        let texts = spec.texts(from_epoch, from_step).into_iter().map(|text| text.to_string());
         let texts: Vec<String> = texts.collect();
-        writeln!(out, "texts from epoch {from_epoch} on: {}", texts.join(", "))?;
+        let step = if from_step == 0 { String::new() } else { format!(", step {from_step}") };
+        writeln!(out, "texts from epoch {from_epoch}{step} on: {}", texts.join(", "))?;
     }
     Ok(())
 }
