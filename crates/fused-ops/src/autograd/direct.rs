@@ -8,6 +8,8 @@ use std::cell::RefCell;
 
 use candle_core::{Result, Tensor, TensorId, backprop::GradStore};
 
+use crate::error;
+
 thread_local! {
     /// The variables of the innermost pass of this thread, if it was started by
     /// [`with_direct_grads`].
@@ -81,7 +83,7 @@ impl Drop for OuterPass {
 pub(super) fn keep_direct(
     inputs: &[&Tensor],
     are_own: bool,
-    backward: impl FnOnce() -> crate::Result<Vec<Option<Tensor>>>,
+    backward: impl FnOnce() -> error::Result<Vec<Option<Tensor>>>,
 ) -> Result<Vec<Option<Tensor>>> {
     let outer = OuterPass(INNERMOST.take());
     let mut grads = backward()?;
@@ -107,64 +109,4 @@ fn is_direct(input: &Tensor) -> bool {
 
 fn with_innermost<T>(f: impl FnOnce(&mut DirectGrads) -> Option<T>) -> Option<T> {
     INNERMOST.with_borrow_mut(|pass| pass.as_mut().and_then(f))
-}
-
-#[cfg(test)]
-mod tests {
-    use candle_core::{Device, Var};
-
-    use super::*;
-    use crate::{linear, with_backward};
-
-    fn var(values: [f32; 4]) -> Var {
-        Var::from_vec(values.to_vec(), (2, 2), &Device::Cpu).unwrap()
-    }
-
-    /// Uses the weight twice in this crate, and once in candle.
-    fn loss(x: &Tensor, w: &Tensor) -> Tensor {
-        let y = linear(&linear(x, w, None).unwrap(), w, None).unwrap();
-        (y * w).unwrap().sum_all().unwrap()
-    }
-
-    fn bits(grads: &GradStore, var: &Var) -> Vec<u32> {
-        let values = grads.get(var).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        values.into_iter().map(f32::to_bits).collect()
-    }
-
-    #[test]
-    fn direct_gradients_equal_candles() {
-        let [x, w] = [var([1.0, 2.0, 3.0, -4.0]), var([0.5, -1.0, 0.25, 2.0])];
-        let expected = loss(&x, &w).backward().unwrap();
-        let found = with_direct_grads([w.as_tensor()], || loss(&x, &w).backward()).unwrap();
-        for var in [&x, &w] {
-            assert_eq!(bits(&found, var), bits(&expected, var));
-        }
-    }
-
-    #[test]
-    fn inner_passes_keep_their_gradients() {
-        let [x, w] = [var([1.0, 2.0, 3.0, 4.0]), var([0.5, 1.0, 0.25, 2.0])];
-        let inner = var([1.0, -1.0, 2.0, 5.0]);
-        let (here, expected) = (inner.clone(), loss(&inner, &inner).backward().unwrap());
-        let y = linear(&x, &w, None).unwrap();
-        let y = with_backward(&[&y], &y.detach(), move |_, grad| {
-            let plain = loss(&here, &here).backward()?;
-            let direct = with_direct_grads([here.as_tensor()], || loss(&here, &here).backward())?;
-            for found in [plain, direct] {
-                assert_eq!(bits(&found, &here), bits(&expected, &here));
-            }
-            Ok(vec![Some(grad)])
-        });
-        let grads = with_direct_grads([w.as_tensor()], || y.unwrap().backward()).unwrap();
-        assert_eq!(bits(&grads, &w), [4.0, 6.0, 4.0, 6.0].map(f32::to_bits));
-        assert!(grads.get(&inner).is_none());
-    }
-
-    #[test]
-    fn failed_passes_leave_nothing() {
-        let w = var([1.0; 4]);
-        let failed = with_direct_grads([w.as_tensor()], || candle_core::bail!("no memory"));
-        assert!(failed.is_err());
-        assert!(!is_direct(&w));
-    }
 }
