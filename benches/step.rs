@@ -15,10 +15,12 @@
 //!   graphs, `in-backward` runs the optimizers inside the backward pass.
 //!
 //! `prefetch` is the number of units to gather ahead. With a bandwidth, slots sleep as long as a
-//! network of that speed would take.
+//! network of that speed would take. With the feature `mpi`, `mpirun` starts one process for each
+//! slot: `mpirun -n 2 target/release/deps/step-… sharded 2`.
 //!
-//! Prints one line: minimum and median time of a step, processor time per step, peak memory of the
-//! process, and the losses of the first two steps and the last.
+//! Prints one line: minimum and median time of a step, processor time per step, peak memory, the
+//! part of it above the memory before the model, and the losses of the first two steps and the last.
+//! The memory of several processes is their sum.
 
 #![allow(clippy::print_stdout, reason = "the line is the result")]
 
@@ -26,6 +28,8 @@ use std::{num::NonZeroU64, time::Instant};
 
 use benches::{peak_mib, processor_seconds};
 use candle_core::{D, Device, Result, Tensor};
+#[cfg(feature = "mpi")]
+use candle_distributed::types::LaunchEnv;
 use candle_distributed::{
     mesh::{DeviceMesh, Replica, Uneven},
     ops::{
@@ -36,6 +40,7 @@ use candle_distributed::{
 };
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder};
 
+#[cfg(not(feature = "system-allocator"))]
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -323,13 +328,22 @@ fn build_step(config: StepConfig, mesh: &DeviceMesh) -> Outcome<TrainStep> {
     Ok(Box::new(move |batch| Ok(model.step(batch, units_loss)?.loss)))
 }
 
-fn main() -> Outcome<()> {
-    let config = StepConfig::from_args();
+fn build_mesh(config: StepConfig) -> Outcome<DeviceMesh> {
     let mesh = DeviceMesh::builder().axis(DeviceMesh::AXIS, config.slots);
-    let mesh = match NonZeroU64::new(config.bytes_per_second as u64) {
+    #[cfg(feature = "mpi")]
+    if LaunchEnv::from_env()?.is_some() {
+        return Ok(mesh.mpi(Device::Cpu)?);
+    }
+    Ok(match NonZeroU64::new(config.bytes_per_second as u64) {
         Some(bytes_per_second) => mesh.simulated_bandwidth(bytes_per_second).cpu()?,
         None => mesh.cpu()?,
-    };
+    })
+}
+
+fn main() -> Outcome<()> {
+    let config = StepConfig::from_args();
+    let mesh = build_mesh(config)?;
+    let base_mib = peak_mib();
     let mut step = build_step(config, &mesh)?;
     let (ids, weights) = training_data(config)?;
     let mut times = Vec::new();
@@ -348,13 +362,23 @@ fn main() -> Outcome<()> {
     let processor = (processor_seconds() - processor) / (config.steps - warm_up) as f64 * 1e3;
     let mut times = times.split_off(warm_up);
     times.sort_by(f64::total_cmp);
+    let memory = [peak_mib(), peak_mib() - base_mib];
+    let n_slots = mesh.devices().len();
+    // The slots of a process return the same numbers.
+    let all = mesh.gather_numbers(&vec![memory; n_slots])?;
+    let sum = |index: usize| all.iter().step_by(n_slots).map(|memory| memory[index]).sum::<u64>();
+    if !mesh.is_first_process() {
+        return Ok(());
+    }
     println!(
-        "{:?} on {}: {:.1} / {:.1} ms, {processor:.0} ms of processor, {} MiB, losses {:?}",
+        "{:?} on {}: {:.1} / {:.1} ms, {processor:.0} ms of processor, {} MiB, {} above the start, \
+         losses {:?}",
         config.form,
         config.slots,
         times[0],
         times[times.len() / 2],
-        peak_mib(),
+        sum(0),
+        sum(1),
         [losses[0], losses[1], losses[losses.len() - 1]],
     );
     assert!(losses[losses.len() - 1] < losses[0], "the loss did not fall");

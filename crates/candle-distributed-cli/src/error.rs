@@ -265,10 +265,6 @@ fn option_message(error: &finetune::Error) -> String {
         SpecError::UnevenHeads { hidden, n_heads } => {
             format!("--hidden {hidden} does not split evenly over --n-heads {n_heads}")
         }
-        SpecError::ClippedInBackward { max_grad_norm } => format!(
-            "--optimizer-in-backward cannot be used with --max-grad-norm {max_grad_norm}: the norm \
-             of all gradients is only known after the backward pass"
-        ),
         error => error.to_string(),
     }
 }

@@ -101,10 +101,7 @@ fn processes_report_different_settings() {
             &["--max-grad-norm", "1"],
             ["\"warmup_steps\":0}, rank 1", "\"warmup_steps\":0,\"max_grad_norm\":1.0}"],
         ),
-        (
-            &["--strategy", "full", "--optimizer-in-backward"],
-            ["is not sharded, rank 1", "is sharded by"],
-        ),
+        (&["--strategy", "full"], ["is not sharded, rank 1", "is sharded by"]),
         (&["--allow-non-finite"], ["--allow-non-finite false, rank 1", "true"]),
     ] {
         let second = [&out[..], more].concat();
@@ -162,7 +159,7 @@ fn replicas_learn_over_processes() {
     }
 
     // A dry run predicts the process with the most memory.
-    let uneven = ["--strategy", "layer-wise", "--optimizer-in-backward", "--dry-run"];
+    let uneven = ["--strategy", "layer-wise", "--dry-run"];
     let printed = train(&uneven);
     let row = printed.lines().find(|line| line.trim_start().starts_with("parameters")).unwrap();
     let bytes = row.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).nth(1).unwrap();

@@ -852,8 +852,7 @@ fn interrupted_train_saves_and_prints_hint() {
     for signal in ["-INT", "-TERM", "-HUP"] {
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().join("my run");
-        let sharded =
-            ["train", "--strategy", "full", "--keep", "gathered", "--optimizer-in-backward"];
+        let sharded = ["train", "--strategy", "full", "--keep", "gathered"];
         let steps = ["--steps", "100000", "--out", out.to_str().unwrap()];
         let session = [
             "--world-size",
@@ -872,7 +871,7 @@ fn interrupted_train_saves_and_prints_hint() {
         // The command must be quoted for a shell.
         let hint = format!(
             "hint: to resume: candle-distributed train --out '{}' --resume --world-size 3 \
-             --strategy full --keep gathered --optimizer-in-backward --checkpoint-every 20 \
+             --strategy full --keep gathered --checkpoint-every 20 \
              --prompt 'a b' --temperature 0.5\n",
             out.display()
         );

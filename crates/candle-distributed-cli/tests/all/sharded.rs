@@ -39,7 +39,7 @@ fn sharding_does_not_change_results() {
             &["--strategy", "layer-wise", "--layer-order", "contiguous"],
             &["--strategy", "whole-tensor"],
             &["--strategy", "hybrid", "--rules", &rules],
-            &["--strategy", "full", "--replicas", "1", "--optimizer-in-backward"],
+            &["--strategy", "full", "--replicas", "1", "--max-grad-norm", "1e9"],
         ]
         .into_iter()
         .enumerate()
@@ -60,18 +60,18 @@ fn replicas_learn_the_same() {
     home.train("whole", &four);
     let copies = ["--strategy", "full", "--replicas", "2"];
     for (name, more) in
-        [("two", &[][..]), ("two-in-bwd", &["--optimizer-in-backward", "--keep", "gathered"])]
+        [("two", &[][..]), ("two-clipped", &["--max-grad-norm", "1e9", "--keep", "gathered"])]
     {
         home.train(name, &[&four[..], &copies, more].concat());
         for (found, expected) in home.losses(name).iter().zip(home.losses("whole")) {
             assert!((found - expected).abs() < 1e-6 * expected, "{name}: {found}, {expected}");
         }
     }
-    assert!(home.model("two") == home.model("two-in-bwd"));
+    assert!(home.model("two") == home.model("two-clipped"));
     assert_eq!(run_json(&home, "two")["sessions"][0]["sharding"]["replicas"], 2);
 
     // Runs resume with another number of copies.
-    for (name, more) in [("two", &["--strategy", "full"][..]), ("two-in-bwd", &copies)] {
+    for (name, more) in [("two", &["--strategy", "full"][..]), ("two-clipped", &copies)] {
         home.end_again(name, &[&["--world-size", "4"][..], more].concat());
         assert_eq!(home.losses(name).len(), home.losses("whole").len());
     }
@@ -85,22 +85,28 @@ fn replicas_learn_the_same() {
 }
 
 #[test]
-fn optimizer_in_backward_keeps_no_gradients() {
+fn only_clipping_keeps_all_gradients() {
     let home = Home::new();
     let data = home.path("text.txt");
     let train = ["train", "--data", &data, "--strategy", "full", "--dry-run"];
-    let after = text(&train);
-    let within = text(&[&train[..], &["--optimizer-in-backward"]].concat());
-    assert_ne!(row(&after, "gradients ")[1], "0.00 B", "{after}");
+    let within = text(&train);
     assert_eq!(row(&within, "gradients ")[1], "0.00 B", "{within}");
-    // Devices agree on gradients once per unit instead of once per step.
+    assert!(!within.contains("--max-grad-norm none"), "{within}");
+    let clipped = [&train[..], &["--max-grad-norm", "1e9"]].concat();
+    let after = text(&clipped);
+    assert_ne!(row(&after, "gradients ")[1], "0.00 B", "{after}");
+    // Devices agree on gradients once per step instead of once per unit.
     assert_ne!(row(&within, "all_gather")[2], row(&after, "all_gather")[2], "{within}");
+    let saved = after.lines().find(|line| line.starts_with("--max-grad-norm none saves")).unwrap();
+    rejects(&[&clipped[..], &["--memory-limit", "1MiB"]].concat(), &[saved]);
 
-    home.train("after", &["--steps", STEPS, "--strategy", "full"]);
-    home.train("within", &["--steps", STEPS, "--strategy", "full", "--optimizer-in-bwd"]);
+    // A limit above every norm changes nothing.
+    let limit = ["--max-grad-norm", "1e9"];
+    home.train("after", &[&["--steps", STEPS, "--strategy", "full"], &limit[..]].concat());
+    home.train("within", &["--steps", STEPS, "--strategy", "full"]);
     assert!(home.model("after") == home.model("within"));
-    home.end_again("after", &["--strategy", "full", "--optimizer-in-backward", "--check"]);
-    home.end_again("within", &["--strategy", "full"]);
+    home.end_again("after", &["--strategy", "full", "--check"]);
+    home.end_again("within", &["--strategy", "full", "--max-grad-norm", "none", "--check"]);
     assert!(home.model("after") == home.model("within"));
 }
 
@@ -144,7 +150,7 @@ fn report_describes_sharding() {
     let out = home.path("run");
     let args = ["train", "--data", &data, "--steps", "2", "--out", &out];
     let sharded = ["--strategy", "full", "--layout", "row-ragged", "--keep", "graph"];
-    let copies = ["--replicas", "2", "--optimizer-in-backward", "--prefetch", "2"];
+    let copies = ["--replicas", "2", "--prefetch", "2"];
     text(&[&args[..], &sharded, &copies, &["--lr-schedule", "cosine"]].concat());
     text(&["report", &out]);
     let page = fs::read_to_string(home.at("run").join("report.html")).unwrap();
@@ -189,7 +195,6 @@ fn conflicting_options_are_rejected() {
         (&["--keep", "inputs"][..], &["--keep needs a --strategy"][..]),
         (&["--replicas", "1"], &["--replicas needs a --strategy"]),
         (&["--prefetch", "1"], &["--prefetch needs a --strategy"]),
-        (&["--optimizer-in-backward"], &["--optimizer-in-backward needs a --strategy"]),
         (&["--layout", "flat"], &["--layout needs --strategy full"]),
         (&["--rules", "rules.json"], &["--rules needs --strategy hybrid"]),
         (&["--strategy", "layer-wise", "--layout", "flat"], &["--layout needs --strategy full"]),

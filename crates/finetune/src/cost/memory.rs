@@ -133,6 +133,22 @@ impl Workload<'_> {
         Ok(largest.expect("a world has ranks"))
     }
 
+    /// Returns the bytes that the process would save without clipping, because a sharded model would
+    /// then update each unit in the backward pass. Returns `None` if nothing keeps it from doing so.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`predict`](Self::predict).
+    pub fn clipping_bytes(&self) -> Result<Option<u64>> {
+        let Some(sharding) = self.sharding.filter(|sharding| !sharding.optimizer_in_backward)
+        else {
+            return Ok(None);
+        };
+        let unclipped = Sharding { optimizer_in_backward: true, ..sharding.clone() };
+        let unclipped = Workload { sharding: Some(&unclipped), ..*self }.predict()?;
+        Ok(Some(self.predict()?.total().saturating_sub(unclipped.total())))
+    }
+
     /// Returns the bytes to generate text with the trained model, if they exceed the memory of training
     /// or `limit`, and `None` otherwise. Generation needs the full model in single precision.
     ///

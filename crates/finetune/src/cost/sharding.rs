@@ -25,7 +25,8 @@ pub struct Sharding {
     /// Number of units gathered in advance.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub prefetch: usize,
-    /// Whether optimizers run inside the backward pass.
+    /// Whether optimizers run inside the backward pass, so that the gradients of all units never
+    /// exist at the same time. A run sets it if it does not clip gradients.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub optimizer_in_backward: bool,
 }

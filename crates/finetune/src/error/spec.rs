@@ -48,15 +48,6 @@ pub enum SpecError {
         /// Number of heads.
         n_heads: usize,
     },
-    /// Gradients cannot be clipped if the optimizer runs inside the backward pass.
-    #[error(
-        "an optimizer in the backward pass cannot clip gradients to a norm of {max_grad_norm}: the \
-         norm of all gradients is only known after the backward pass"
-    )]
-    ClippedInBackward {
-        /// Maximum norm of all gradients together.
-        max_grad_norm: f64,
-    },
     /// The `config.json` does not describe a supported model.
     #[error(transparent)]
     Model(ModelError),

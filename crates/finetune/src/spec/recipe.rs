@@ -32,9 +32,10 @@ pub struct Recipe {
     #[cfg_attr(feature = "clap", arg(long, value_name = "FRACTION", requires = "lr_schedule"))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub min_lr_rate: Option<f64>,
-    /// Maximum norm of all gradients together, to which larger gradients are clipped [default: 1 for
-    /// a model folder, unlimited otherwise]
-    #[cfg_attr(feature = "clap", arg(long, value_name = "NORM"))]
+    /// Maximum norm of all gradients together, to which larger gradients are clipped; `none`, an
+    /// infinite norm, lets a sharded model update each unit in the backward pass, which takes less
+    /// memory [default: 1 for a model folder, none otherwise]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "NORM", value_parser = parse_norm))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_grad_norm: Option<f64>,
     /// Weight decay: each step subtracts this fraction of a parameter, times the learning rate; norms
@@ -108,11 +109,12 @@ impl Recipe {
             return Err(SpecError::setting("warmup_steps", &warmup, expected).into());
         }
         let is_positive: RangeCheck = |value| value > 0.0 && value.is_finite();
+        let is_norm: RangeCheck = |value| value > 0.0;
         let is_share: RangeCheck = |value| (0.0..=1.0).contains(&value);
         let is_decay: RangeCheck = |value| (0.0..1.0).contains(&value);
         for (name, value, is_valid, expected) in [
             ("min_lr_rate", self.min_lr_rate, is_share, "from 0 to 1"),
-            ("max_grad_norm", self.max_grad_norm, is_positive, "above 0"),
+            ("max_grad_norm", self.max_grad_norm, is_norm, "above 0"),
             ("lr", self.lr, is_positive, "above 0"),
             ("weight_decay", self.weight_decay, is_decay, "from 0 to below 1"),
         ] {
@@ -137,11 +139,12 @@ impl Recipe {
             None => Some(steps / 20),
             Some(_) => self.warmup_steps,
         };
+        let max_grad_norm = self.max_grad_norm.or((!is_built_in).then_some(1.0));
         Self {
             lr: self.lr.or(Some(lr)),
             lr_schedule: self.lr_schedule.or(Some(LrCurve::Cosine)),
             warmup_steps,
-            max_grad_norm: self.max_grad_norm.or((!is_built_in).then_some(1.0)),
+            max_grad_norm: max_grad_norm.filter(|norm| norm.is_finite()),
             ..self
         }
     }
@@ -203,7 +206,7 @@ impl Recipe {
             ("lr_schedule", self.lr_schedule.as_ref().map(variant_name)),
             ("warmup_steps", self.warmup_steps.map(|steps| steps.to_string())),
             ("min_lr_rate", to_text(self.min_lr_rate)),
-            ("max_grad_norm", to_text(self.max_grad_norm)),
+            ("max_grad_norm", self.max_grad_norm.map(norm_text)),
             ("weight_decay", to_text(self.weight_decay)),
             ("dtype", self.dtype.as_ref().map(variant_name)),
             ("lora", self.lora.map(|rank| rank.to_string())),
@@ -225,6 +228,18 @@ impl Recipe {
 }
 
 const PEAK_LEARNING_RATE: f64 = 3e-3;
+
+/// The name of an infinite norm, to which no gradient is clipped.
+const NO_NORM: &str = "none";
+
+#[cfg(feature = "clap")]
+fn parse_norm(text: &str) -> Result<f64, std::num::ParseFloatError> {
+    if text == NO_NORM { Ok(f64::INFINITY) } else { text.parse() }
+}
+
+fn norm_text(norm: f64) -> String {
+    if norm == f64::INFINITY { NO_NORM.to_owned() } else { norm.to_string() }
+}
 
 /// A function that returns true if a value is in range.
 type RangeCheck = fn(f64) -> bool;
@@ -297,6 +312,15 @@ mod tests {
             let fault = recipe.check(20).unwrap_err().to_string();
             assert!(fault.contains(expected), "{fault}");
         }
+    }
+
+    #[test]
+    fn infinite_norm_turns_clipping_off() {
+        let recipe = Recipe { max_grad_norm: Some(f64::INFINITY), ..Recipe::default() };
+        recipe.check(20).unwrap();
+        assert_eq!(recipe.options()[4].1.as_deref(), Some("none"));
+        assert_eq!(recipe.with_defaults(20, false).max_grad_norm, None);
+        assert_eq!(Recipe::default().with_defaults(20, false).max_grad_norm, Some(1.0));
     }
 
     #[test]

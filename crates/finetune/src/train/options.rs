@@ -215,8 +215,13 @@ impl RunOptions {
             let started = (!started.is_empty()).then(|| started.join(", "));
             return Err(SpecError::ResumeMismatch { name: "data", started }.into());
         }
+        // A run without a maximum norm does not clip, whatever the default of a new run is.
+        let started = Recipe {
+            max_grad_norm: spec.recipe.max_grad_norm.or(Some(f64::INFINITY)),
+            ..spec.recipe.clone()
+        };
         for ((name, requested), (_, started)) in
-            self.recipe.options().into_iter().zip(spec.recipe.options())
+            self.recipe.options().into_iter().zip(started.options())
         {
             check_same(name, requested.as_ref(), started)?;
         }

@@ -114,12 +114,15 @@ impl RunOptions {
             schedule.steps_done(batches)?;
         }
         let model = spec.trained_model()?;
-        let run = PreparedRun {
+        // Clipping needs the norm of all gradients, which is known only after the backward pass.
+        let optimizer_in_backward = spec.recipe.max_grad_norm.is_none();
+        let sharding = self.sharding.clone();
+        Ok(Start::Train(Box::new(PreparedRun {
             parameters: model.parameters()?,
             model,
             validation: validation_set(held_out, &spec)?,
             spec,
-            sharding: self.sharding.clone(),
+            sharding: sharding.map(|sharding| Sharding { optimizer_in_backward, ..sharding }),
             folder,
             base_bytes: peak_bytes(),
             out: self.out.clone(),
@@ -130,9 +133,7 @@ impl RunOptions {
             data: Arc::new(data),
             schedule: Arc::new(schedule),
             world_size,
-        };
-        run.check_optimizer()?;
-        Ok(Start::Train(Box::new(run)))
+        })))
     }
 
     /// Reads the model and the texts; `known` is the description of a resumed run.
@@ -362,19 +363,6 @@ impl PreparedRun {
     /// Returns the position after the checkpoint that the run resumes from.
     pub(super) fn position(&self) -> Option<&BatchState> {
         self.resume_point.as_ref().map(|point| &point.batches)
-    }
-
-    /// Rejects an optimizer inside the backward pass that would have to wait for the end of the pass,
-    /// where the norm of all gradients is known.
-    fn check_optimizer(&self) -> Result<()> {
-        let is_in_backward =
-            self.sharding.as_ref().is_some_and(|sharding| sharding.optimizer_in_backward);
-        match self.spec.recipe.max_grad_norm {
-            Some(max_grad_norm) if is_in_backward => {
-                Err(SpecError::ClippedInBackward { max_grad_norm }.into())
-            }
-            Some(_) | None => Ok(()),
-        }
     }
 }
 

@@ -3,7 +3,7 @@
 use candle_distributed::{finetune::PreparedRun, mesh::DeviceMesh, train::peak_bytes};
 
 use crate::{
-    commands::train::{Args, write_mixture},
+    commands::train::{Args, memory::saved_without_clipping, write_mixture},
     devices::ProcessPlace,
     error::Result,
     train::comparison::Comparison,
@@ -30,9 +30,11 @@ impl Args {
             planned: workload.planned_traffic()?,
             counted,
         };
+        let saved = saved_without_clipping(&workload)?;
         process.print(|out| {
             write_mixture(&run.spec, out)?;
-            writeln!(out, "{comparison}")
+            writeln!(out, "{comparison}")?;
+            saved.iter().try_for_each(|saved| writeln!(out, "{saved}"))
         })
     }
 }

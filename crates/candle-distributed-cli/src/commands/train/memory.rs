@@ -3,7 +3,7 @@
 use candle_distributed::{
     finetune::{
         PreparedRun,
-        cost::{MemoryLimit, machine_bytes, system_limits},
+        cost::{MemoryLimit, Workload, machine_bytes, system_limits},
     },
     mesh::DeviceMesh,
     types::human::HumanBytes,
@@ -49,8 +49,12 @@ impl Args {
             && limit.share() < needed
         {
             let error = Error::from(ErrorKind::Memory { needed, limit });
-            let is_sharded = run.sharding.is_some();
-            return Err(if is_sharded { error.with_hint(hint::MEMORY_OF_SHARDED) } else { error });
+            if run.sharding.is_none() {
+                return Err(error);
+            }
+            let saved = saved_without_clipping(&workload)?;
+            let hints = saved.into_iter().chain([hint::MEMORY_OF_SHARDED.to_owned()]);
+            return Err(error.with_hint(hints.collect::<Vec<_>>().join("; ")));
         }
         // Only a warning: other processes may free memory, or swap may grow.
         let needed_here = needed.saturating_mul(process.processes_here());
@@ -87,4 +91,13 @@ impl Args {
         };
         limits.into_iter().min_by_key(MemoryLimit::share)
     }
+}
+
+/// Returns a sentence on the memory that a sharded run saves if it does not clip gradients, or `None`
+/// if it does not clip them.
+pub(super) fn saved_without_clipping(workload: &Workload<'_>) -> Result<Option<String>> {
+    let saved = workload.clipping_bytes()?.map(|bytes| HumanBytes(bytes.into()));
+    Ok(saved.map(|saved| {
+        format!("--max-grad-norm none saves {saved}, because gradients of one unit exist at a time")
+    }))
 }

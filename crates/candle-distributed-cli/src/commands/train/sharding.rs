@@ -24,10 +24,6 @@ pub(super) struct ShardingArgs {
     /// Number of units to gather in advance, while the current one is computed [default: 0]
     #[arg(long, value_name = "UNITS", help_heading = "Sharding")]
     prefetch: Option<usize>,
-    /// Run the optimizer of each unit of a sharded model inside the backward pass, so that the
-    /// gradients of all units never need memory at the same time
-    #[arg(long, visible_alias = "optimizer-in-bwd", help_heading = "Sharding")]
-    optimizer_in_backward: bool,
 }
 
 impl ShardingArgs {
@@ -52,7 +48,7 @@ impl ShardingArgs {
             keep: self.keep.unwrap_or(Keep::Inputs),
             replicas,
             prefetch: self.prefetch.unwrap_or(0),
-            optimizer_in_backward: self.optimizer_in_backward,
+            ..Sharding::default()
         }))
     }
 
@@ -87,7 +83,6 @@ impl ShardingArgs {
             ("--replicas", self.strategy.replicas.is_some()),
             ("--keep", self.keep.is_some()),
             ("--prefetch", self.prefetch.is_some()),
-            ("--optimizer-in-backward", self.optimizer_in_backward),
         ];
         options.into_iter().find_map(|(option, is_given)| is_given.then_some(option))
     }
@@ -96,8 +91,7 @@ impl ShardingArgs {
     pub(super) fn option_string(&self) -> String {
         let keep = self.keep.map(|keep| format!(" --keep {}", help::cli_name(keep)));
         let prefetch = self.prefetch.map(|units| format!(" --prefetch {units}"));
-        let in_backward = self.optimizer_in_backward.then(|| " --optimizer-in-backward".to_owned());
-        let options = [Some(self.strategy.option_string()), keep, prefetch, in_backward];
+        let options = [Some(self.strategy.option_string()), keep, prefetch];
         options.into_iter().flatten().collect()
     }
 }
