@@ -18,6 +18,7 @@ use std::{
 
 use minijinja::{
     AutoEscape, Environment, ErrorKind, State, Value,
+    machinery::{eval, get_compiled_template, make_string_output},
     syntax::SyntaxConfig,
     value::{Kwargs, Serde},
 };
@@ -27,7 +28,7 @@ use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
 use crate::{
     error::{Error, Result, tokenizer::TokenizerError},
-    text::namespaces,
+    text::bounded::{add_checks, check_values, checked_instructions},
 };
 
 /// The role of answers.
@@ -155,12 +156,6 @@ impl ChatTemplate {
 
     fn environment(&self) -> Result<&Environment<'static>, TokenizerError> {
         let compiled = self.compiled.get_or_init(|| {
-            if let Some(name) = namespaces::leaked_name(&self.source, syntax()) {
-                return Err(format!(
-                    "a value could contain itself, since `{name}` is used for more than the \
-                     attributes of a namespace"
-                ));
-            }
             let mut environment = environment();
             match environment.add_template_owned(Self::NAME, self.source.clone()) {
                 Ok(()) => Ok(environment),
@@ -181,14 +176,24 @@ impl ChatTemplate {
         let special = &self.special;
         let context =
             Context { messages, add_generation_prompt, tools: None, documents: None, special };
-        let template = self.environment()?.get_template(Self::NAME).map_err(rendering_error)?;
-        let mut text = BoundedWriter::new();
-        template
-            .render_captured_to(Value::from(Serde(&context)), &mut text)
-            .map_err(rendering_error)?;
-        String::from_utf8(text.text).map_err(|fault| {
-            Error::io(&self.path, io::Error::new(io::ErrorKind::InvalidData, fault))
-        })
+        let environment = self.environment()?;
+        let template = environment.get_template(Self::NAME).map_err(rendering_error)?;
+        let instructions = checked_instructions(&get_compiled_template(&template).instructions);
+        let mut text = String::new();
+        eval(
+            environment,
+            &instructions,
+            Value::from(Serde(&context)),
+            &BTreeMap::new(),
+            &mut make_string_output(&mut text),
+            AutoEscape::None,
+        )
+        .map_err(rendering_error)?;
+        if text.len() > MAX_TEXT_BYTES {
+            let path = self.path.clone();
+            return Err(TokenizerError::Rendering { path, reason: too_long() }.into());
+        }
+        Ok(text)
     }
 
     /// Returns the text of a conversation and the byte ranges of its answers.
@@ -225,34 +230,15 @@ impl fmt::Debug for ChatTemplate {
     }
 }
 
-/// A writer into memory that fails beyond [`MAX_TEXT_BYTES`], and if its caller uses a third of the
-/// stack.
+/// A writer into memory that fails beyond [`MAX_TEXT_BYTES`].
 struct BoundedWriter {
     text: Vec<u8>,
-    /// The address of the stack before the first byte.
-    start: usize,
-}
-
-impl BoundedWriter {
-    fn new() -> Self {
-        Self { text: Vec::new(), start: stack_address() }
-    }
-}
-
-/// Returns about the address where the stack ends now.
-#[inline(never)]
-fn stack_address() -> usize {
-    let local = 0_u8;
-    std::hint::black_box(&raw const local).addr()
 }
 
 impl Write for BoundedWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.start.abs_diff(stack_address()) > STACK_BYTES / 3 {
-            return Err(io::Error::other("a value is nested too deeply"));
-        }
         if bytes.len() > MAX_TEXT_BYTES - self.text.len() {
-            return Err(io::Error::other(format!("it is longer than {MAX_TEXT_BYTES} bytes")));
+            return Err(io::Error::other(too_long()));
         }
         self.text.write(bytes)
     }
@@ -260,6 +246,10 @@ impl Write for BoundedWriter {
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
+}
+
+fn too_long() -> String {
+    format!("it is longer than {MAX_TEXT_BYTES} bytes")
 }
 
 /// Returns the message of a template error, with its cause.
@@ -281,6 +271,7 @@ fn environment() -> Environment<'static> {
     environment.set_fuel(Some(FUEL));
     environment.add_function("raise_exception", raise_exception);
     environment.add_filter("tojson", to_json);
+    add_checks(&mut environment);
     environment
 }
 
@@ -298,6 +289,7 @@ fn call_method(
     method: &str,
     args: &[Value],
 ) -> std::result::Result<Value, minijinja::Error> {
+    check_values(state, args.iter().chain([value]))?;
     match (value.as_str(), method, args) {
         (Some(_), "replace", _) => {
             let args = [std::slice::from_ref(value), args].concat();
@@ -320,16 +312,26 @@ fn has_wide_field(format: &str) -> bool {
 }
 
 /// Fails with the reason why a template rejects a conversation.
-fn raise_exception(reason: String) -> std::result::Result<Value, minijinja::Error> {
-    Err(minijinja::Error::new(ErrorKind::InvalidOperation, reason))
+#[expect(clippy::needless_pass_by_value, reason = "a function owns its arguments")]
+fn raise_exception(
+    state: &State<'_, '_>,
+    reason: Value,
+) -> std::result::Result<Value, minijinja::Error> {
+    check_values(state, [&reason])?;
+    Err(minijinja::Error::new(ErrorKind::InvalidOperation, reason.to_string()))
 }
 
 /// Writes JSON like Python's `json.dumps`, with characters and the order of keys unchanged.
 #[expect(clippy::needless_pass_by_value, reason = "a filter owns its arguments")]
-fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, minijinja::Error> {
+fn to_json(
+    state: &State<'_, '_>,
+    value: &Value,
+    options: Kwargs,
+) -> std::result::Result<String, minijinja::Error> {
+    check_values(state, [value])?;
     let indent: Option<usize> = options.get("indent")?;
     options.assert_all_used()?;
-    let mut out = BoundedWriter::new();
+    let mut out = BoundedWriter { text: Vec::new() };
     let written = match indent {
         None => value.serialize(&mut Serializer::with_formatter(&mut out, SpacedFormatter)),
         Some(width) if width > MAX_INDENT => {
@@ -437,10 +439,6 @@ mod tests {
         for (source, words) in [
             ("{% if %}", "syntax error"),
             ("{{ raise_exception('no such role') }}", "no such role"),
-            // Values that contain themselves would be written without end.
-            ("{% set ns = namespace(s=1) %}{% set ns.s = ns %}{{ ns }}", "contain itself"),
-            ("{% set ns = namespace() %}{% set ns.s = [ns] %}{{ ns.s ~ 1 }}", "contain itself"),
-            ("{% set ns = namespace() %}{% set ns.s = [ns] %}{{ ns.s | pprint }}", "itself"),
             // Texts that are longer than the memory of most machines.
             ("{{ range(99999) | join('x' * 100000) }}", "fuel"),
             ("{{ ('x' * 100000).join(range(99999)) }}", "fuel"),
@@ -458,7 +456,7 @@ mod tests {
             ),
             ("{{ messages | tojson(indent=1000000000000) }}", "indent is 1000000000000, must be"),
             (
-                "{% for a in range(999) %}{{ 'x' * 100000 }}{% endfor %}",
+                "{% for a in range(99) %}{{ 'x' * 100000 }}{% endfor %}",
                 "it is longer than 1048576 bytes",
             ),
             ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
@@ -466,6 +464,53 @@ mod tests {
             let fault = template(source).render(&turns, false).unwrap_err().to_string();
             assert!(fault.starts_with("template: the chat template fails"), "{fault}");
             assert!(fault.contains(words), "{source}: {fault}");
+        }
+        // Values whose text would fill the memory, or that contain themselves.
+        let doubled = |value: &str| {
+            let doubling = format!("{{% set x = {value} %}}").repeat(40);
+            doubling.clone() + &doubling.replace('x', "y")
+        };
+        for value in [
+            doubled("[x, x]"),
+            doubled("(x, x)"),
+            doubled("{1: x, 2: x}"),
+            doubled("dict(a=x, b=x)"),
+            doubled("[x] * 2"),
+            doubled("x | zip(x)"),
+            "{% set x = ['a' * 100000] * 1000000 %}{% set y = [x] %}".into(),
+            "{% set x = namespace() %}{% set x.a = x %}{% set y = namespace(a=x) %}".into(),
+            "{% set x = namespace() %}{% set x.a = [x] %}{% set y = namespace(a=[x]) %}".into(),
+        ] {
+            for user in [
+                "x",
+                "x ~ ''",
+                "x | string",
+                "[x] | join",
+                "x | tojson",
+                "x | pprint",
+                "x == y",
+                "[x] | map('string') | list",
+                "x in [y]",
+                "[x] | select('eq', y) | list",
+                "x is eq y",
+                "x | upper",
+                "'{}'.format(x)",
+                "'%s' | format(x)",
+                "{'a': x}.items() | string",
+                "[x] | sort",
+                "[x, y] | unique | list",
+                "raise_exception(x)",
+                "[x].count(y)",
+            ] {
+                let source =
+                    format!("{{% set x = 'a' %}}{{% set y = 'b' %}}{value}{{{{ {user} }}}}");
+                let fault = template(&source).render(&turns, false).map(|text| text.len());
+                let fault = fault.map_err(|fault| fault.to_string());
+                let is_found = fault.as_ref().is_err_and(|fault| fault.contains("value is larger"));
+                assert!(is_found, "{source}: {fault:?}");
+            }
+            let source = format!("{value}{{{{ x | length }}}}");
+            drop(template(&source).render(&turns, false));
         }
         // Deeper nests than a stack of the usual size can hold.
         let nest = "{% set ns = namespace(s=1) %}{% for a in range(999) %}{% for b in range(999) %}\

@@ -1,10 +1,10 @@
 //! Tokenizers, chat templates, and training examples.
 
+mod bounded;
 pub(crate) mod byte_tokenizer;
 pub(crate) mod chat;
 pub(crate) mod examples;
 mod lines;
-mod namespaces;
 pub(crate) mod source;
 pub(crate) mod stories;
 pub(crate) mod tokenizer;
