@@ -531,7 +531,7 @@ fn dry_run_predicts_memory_and_traffic() {
     let (new, texts) = (model.path("new"), model.path("texts"));
     let dry = ["train", "--model", &new, "--data", &texts, "--init", "3", "--dry-run"];
     let printed = text(&[&dry[..], &["--strategy", "full", "--lora", "2"]].concat());
-    assert!(printed.contains("weights with adapters") && printed.contains("all_gather"));
+    assert!(printed.contains("gathered parameters") && printed.contains("all_gather"));
     let limited = [&dry[..], &["--memory-limit", "1MiB"]].concat();
     rejects(&limited, &["this process would take up to", "--memory-limit"]);
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Module, Optimizer, VarBuilder};
-use dist_train::{DataParallel, Lora, LoraLinear};
+use dist_train::{DataParallel, Lora};
 use fused_ops::layers::Linear;
 use pmap_mesh::{DeviceMesh, Replica};
 
@@ -92,7 +92,7 @@ fn both_layouts_match_the_formula() {
 }
 
 struct AdaptedBlock {
-    up: LoraLinear,
+    up: Linear,
     down: Linear,
 }
 
@@ -148,7 +148,7 @@ fn bf16_weights_have_f32_adapters() {
         [DType::BF16, DType::F32, DType::F32]
     );
     let x = Tensor::ones((4, 64), DType::BF16, &Device::Cpu).unwrap();
-    let step = model.step(x, |_: &Replica, layer: &LoraLinear, x| {
+    let step = model.step(x, |_: &Replica, layer: &Linear, x| {
         let y = layer.forward(&x)?;
         assert_eq!(y.dtype(), DType::BF16);
         y.to_dtype(DType::F32)?.mean_all()
