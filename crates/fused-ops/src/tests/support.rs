@@ -226,17 +226,19 @@ fn linear_cases(rows: usize, width: usize) -> Vec<OpCase> {
 fn lora_cases(rows: usize, width: usize) -> Vec<OpCase> {
     let x = &[rows, width][..];
     let adapted: [&[usize]; 4] = [x, &[5, width], &[3, width], &[5, 3]];
-    let two_layers = [&adapted[..], &[&[5, width], &[4, 5], &[2, 5], &[4, 2]]].concat();
+    let rest: [&[usize]; 4] = [&[5, width], &[4, 5], &[2, 5], &[4, 2]];
+    let two_layers = [adapted, rest].concat();
+    let one_layer: [&[usize]; 6] = [x, adapted[1], adapted[2], adapted[3], &[5], &[rows, 5]];
     let layer = |t: &[Tensor]| AffineLayer::new(&t[1], None).with_adapter(&t[2], &t[3], 0.5);
     let lora = |t: &[Tensor]| crate::lora_linear(&t[0], &t[1], None, &t[2], &t[3], 0.5);
     let second = |t: &[Tensor]| AffineLayer::new(&t[5], None).with_adapter(&t[6], &t[7], 2.0);
-    let apply_second = |middle: &Tensor, t: &[Tensor]| {
+    let apply_second = |middle: &Tensor, t: &[Tensor]| -> candle_core::Result<Tensor> {
         Ok(crate::lora_linear(middle, &t[5], None, &t[6], &t[7], 2.0)?)
     };
     vec![
         OpCase::new(
             "lora_linear",
-            &[&adapted[..], &[&[5]]].concat(),
+            &one_layer[..5],
             |t| crate::lora_linear(&t[0], &t[1], Some(&t[4]), &t[2], &t[3], 0.5),
             |t| {
                 let low = composed::linear(&t[0], &t[2], None, None)?;
@@ -246,7 +248,7 @@ fn lora_cases(rows: usize, width: usize) -> Vec<OpCase> {
         ),
         OpCase::new(
             "linear_add_rms_norm with an adapter",
-            &[&adapted[..], &[&[5], &[rows, 5]]].concat(),
+            &one_layer,
             move |t| {
                 let both = linear_add_rms_norm::apply(&t[0], &layer(t), &t[5], &t[4], 1e-5)?;
                 Ok(one_or_both(2, both)?)
