@@ -191,9 +191,7 @@ impl AffineLayer {
         let mut all = Vec::new();
         if self.adapter.is_none() {
             let x = MatrixView::contiguous(x, rows, inputs);
-            all.push(grad_of(&self.weight, || {
-                Ok(product(grads.t(), x, ProductThreads::Pool))
-            })?);
+            all.push(grad_of(&self.weight, || Ok(product(grads.t(), x, ProductThreads::Pool)))?);
         }
         if let Some(bias) = &self.bias {
             all.push(grad_of(bias, || Ok(sum_rows(grad.grad, outputs)))?);

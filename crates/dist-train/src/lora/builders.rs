@@ -160,9 +160,7 @@ impl SimpleBackend for AdapterComposer<'_> {
                 let dtype = self.base_dtype.unwrap_or(dtype);
                 self.inner.get_with_hints_dtype(shape, &weight, init, dtype)
             }
-            None => {
-                self.compose(name, self.inner.get_with_hints_dtype(shape, name, init, dtype)?)
-            }
+            None => self.compose(name, self.inner.get_with_hints_dtype(shape, name, init, dtype)?),
         }
     }
 

@@ -190,7 +190,8 @@ impl Spec {
         let mut common = None;
         for name in model.adapted_weights()? {
             let dtype = weights.dtype(&name);
-            if !matches!(dtype, Some(DType::BF16 | DType::F16)) || common.is_some_and(|c| c != dtype)
+            if !matches!(dtype, Some(DType::BF16 | DType::F16))
+                || common.is_some_and(|c| c != dtype)
             {
                 return Ok(None);
             }

@@ -103,12 +103,7 @@ fn check(x: &Tensor, layer: &AffineLayer, cos: &Tensor) -> Result<(usize, usize)
     }
 }
 
-fn fused<T: Float>(
-    x: &Tensor,
-    layer: &AffineLayer,
-    cos: &Tensor,
-    sin: &Tensor,
-) -> Result<Tensor> {
+fn fused<T: Float>(x: &Tensor, layer: &AffineLayer, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let x = x.contiguous()?;
     let layer = layer.contiguous()?;
     let inputs: Vec<_> = [&x].into_iter().chain(layer.tensors()).collect();

@@ -80,9 +80,7 @@ pub(crate) fn apply(
             let x = x.to_dtype(DType::F32)?;
             Ok(fused::<f32>(&x, &up.to_f32()?, activation, &down.to_f32()?)?.to_dtype(half)?)
         }
-        Route::Composed => {
-            Ok(down.composed(&composed::activation(&up.composed(x)?, activation)?)?)
-        }
+        Route::Composed => Ok(down.composed(&composed::activation(&up.composed(x)?, activation)?)?),
     }
 }
 

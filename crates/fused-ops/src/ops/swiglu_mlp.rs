@@ -144,11 +144,7 @@ impl<T: Float> SwiGluMlp<T> {
     }
 
     /// Returns the gradient of x, summed over both layers.
-    fn grad_x(
-        &self,
-        grad_gate: &OutputGrad<'_, T>,
-        grad_up: &OutputGrad<'_, T>,
-    ) -> Result<Tensor> {
+    fn grad_x(&self, grad_gate: &OutputGrad<'_, T>, grad_up: &OutputGrad<'_, T>) -> Result<Tensor> {
         let through_gate = cpu_tensor(self.gate.backward_x(grad_gate)?, self.x.shape())?;
         let through_up = cpu_tensor(self.up.backward_x(grad_up)?, self.x.shape())?;
         Ok((through_gate + through_up)?)

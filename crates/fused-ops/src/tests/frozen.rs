@@ -40,9 +40,8 @@ fn blocks_match_the_widened_weight() -> Result<()> {
             let x = Var::from_tensor(&numbers(&[rows, 33], 1).to_dtype(dtype)?)?;
             let expected = outcome(&x, &(wide.clone(), adapter.clone()), fused)?;
             let found = outcome(&x, &(half.clone(), adapter.clone()), fused)?;
-            let composed = outcome(&x, &(half.clone(), adapter.clone()), |x, layer| {
-                Ok(layer.composed(x)?)
-            })?;
+            let composed =
+                outcome(&x, &(half.clone(), adapter.clone()), |x, layer| Ok(layer.composed(x)?))?;
             for ((found, composed), expected) in found.iter().zip(&composed).zip(&expected) {
                 assert_eq!((found.dtype(), composed.dtype()), (dtype, dtype));
                 for tensor in [found, composed] {
