@@ -12,9 +12,10 @@ use crate::{
     kernels::{
         float::Float,
         linear::{add_bias, sum_rows},
+        low_rank::{LowRankMatrix, sum_products, transposed},
         matmul::{
-            MatrixLayout, MatrixView, ProductThreads, StoreMode, add_product_of_rows,
-            multiply_in_pool, padded_rows, product, product_of_rows,
+            MatrixLayout, MatrixView, ProductThreads, StoreMode, multiply_in_pool, padded_rows,
+            product, product_of_rows,
         },
     },
     route::{Route, check_shape},
@@ -143,8 +144,7 @@ impl AffineLayer {
         }
         if let Some(adapter) = &self.adapter {
             let low = adapter.reduce_inputs(x, rows)?;
-            let b = Matrix::new(&adapter.b)?;
-            add_product_of_rows(&mut y, &low, b.columns, rows, b.view()?.t());
+            adapter.with_transposed_b(|b| b.expand_add(&mut y, &low, rows))?;
         }
         Ok(y)
     }
@@ -172,8 +172,7 @@ impl AffineLayer {
     pub(crate) fn backward_x<T: Float>(&self, grad: &OutputGrad<'_, T>) -> Result<Vec<T>> {
         let mut grad_x = self.weight_product_back(grad.grad, grad.rows)?;
         if let Some(adapter) = &self.adapter {
-            let a = Matrix::new(&adapter.a)?;
-            add_product_of_rows(&mut grad_x, &grad.low, a.rows, grad.rows, a.view()?);
+            adapter.with_a(|a| a.expand_add(&mut grad_x, &grad.low, grad.rows))?;
         }
         Ok(grad_x)
     }
@@ -198,15 +197,10 @@ impl AffineLayer {
         }
         if let Some(adapter) = &self.adapter {
             let rank = adapter.a.dims()[0];
-            all.push(grad_of(&adapter.a, || {
-                let low = MatrixView::contiguous(&grad.low, rows, rank);
-                let x = MatrixView::contiguous(x, rows, inputs);
-                Ok(product(low.t(), x, ProductThreads::Pool))
-            })?);
+            all.push(grad_of(&adapter.a, || Ok(sum_products(&grad.low, rank, x, inputs, rows)))?);
             all.push(grad_of(&adapter.b, || {
                 let low = adapter.reduce_inputs(x, rows)?;
-                let low = MatrixView::contiguous(&low, rows, rank);
-                Ok(product(grads.t(), low, ProductThreads::Pool))
+                Ok(transposed(&sum_products(&low, rank, grad.grad, outputs, rows), outputs))
             })?);
         }
         Ok(all)
@@ -281,14 +275,26 @@ impl AffineLayer {
 impl Adapter {
     /// Returns scale·x·Aᵀ.
     fn reduce_inputs<T: Float>(&self, x: &[T], rows: usize) -> Result<Vec<T>> {
-        let a = Matrix::new(&self.a)?;
-        Ok(self.scaled(product_of_rows(x, a.columns, rows, a.view()?.t())))
+        Ok(self.scaled(self.with_a(|a| a.reduce(x, rows))?))
     }
 
     /// Returns scale·grad·B.
     fn reduce_grad<T: Float>(&self, grad: &[T], rows: usize) -> Result<Vec<T>> {
-        let b = Matrix::new(&self.b)?;
-        Ok(self.scaled(product_of_rows(grad, b.rows, rows, b.view()?)))
+        Ok(self.scaled(self.with_transposed_b(|b| b.reduce(grad, rows))?))
+    }
+
+    fn with_a<T: Float, R>(&self, f: impl FnOnce(LowRankMatrix<'_, T>) -> R) -> Result<R> {
+        let (rank, inputs) = self.a.dims2()?;
+        Ok(f(LowRankMatrix::new(CpuSlice::new(&self.a).as_slice()?, rank, inputs)))
+    }
+
+    fn with_transposed_b<T: Float, R>(
+        &self,
+        f: impl FnOnce(LowRankMatrix<'_, T>) -> R,
+    ) -> Result<R> {
+        let (outputs, rank) = self.b.dims2()?;
+        let items = transposed(CpuSlice::new(&self.b).as_slice()?, rank);
+        Ok(f(LowRankMatrix::new(&items, rank, outputs)))
     }
 
     fn scaled<T: Float>(&self, mut items: Vec<T>) -> Vec<T> {
