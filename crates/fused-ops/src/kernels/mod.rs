@@ -18,6 +18,7 @@ pub(crate) mod float;
 pub(crate) mod lanes;
 pub(crate) mod linear;
 pub(crate) mod linear_cross_entropy;
+pub(crate) mod low_rank;
 pub(crate) mod matmul;
 pub(crate) mod matvec;
 pub(crate) mod memory;

@@ -12,5 +12,6 @@ mod agreement;
 mod bits;
 mod direct;
 mod edge_cases;
+mod frozen;
 mod gradients;
 mod support;
