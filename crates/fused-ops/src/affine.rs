@@ -66,6 +66,11 @@ impl AffineLayer {
         &self.weight
     }
 
+    /// Returns true if the layer has neither a bias nor an adapter.
+    pub(crate) fn is_product(&self) -> bool {
+        self.bias.is_none() && self.adapter.is_none()
+    }
+
     /// Checks the shapes for a number of inputs, and whether an adapter fits the tensor `x` that the
     /// operation gets. Returns the number of outputs.
     pub(crate) fn check(

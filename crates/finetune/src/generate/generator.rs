@@ -95,7 +95,7 @@ impl Generator {
     /// The errors of [`open`](Self::open).
     pub(crate) fn from_folder(folder: Folder, adapter: Option<&Path>) -> Result<Self> {
         let llama = folder.llama().clone();
-        let mut adapted = llama.clone();
+        let mut with_lora = llama.clone();
         if let Some(path) = adapter {
             let lora = Lora::open(path).map_err(|cause| FolderError::Adapters {
                 path: path.into(),
@@ -105,9 +105,9 @@ impl Generator {
             let adapter_weights = StoredWeights::open(path.join(ADAPTER_WEIGHTS))
                 .map_err(|cause| FolderError::from(Box::new(cause)))?;
             check_files_beside(path, &adapter_weights)?;
-            adapted = adapted.with_lora(lora);
+            with_lora = with_lora.with_lora(lora);
         }
-        let vb = weights::load(&folder, &adapted)?;
+        let vb = weights::load(&folder, &with_lora)?;
         let decoder = Decoder::new(llama.config(), &vb)?;
         let units = Units::constructor(llama.units(), |vb| llama.declare(&vb))(vb)?;
         Ok(Self { folder, llama, units, decoder })

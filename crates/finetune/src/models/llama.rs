@@ -11,7 +11,6 @@ use fused_ops::{
         Attention, AttentionSizes, Embedding, Linear, RmsNorm, SwiGlu, embedding, linear_no_bias,
         rms_norm,
     },
-    linear_cross_entropy,
 };
 
 use crate::models::{
@@ -182,7 +181,7 @@ impl Llama {
         let sum = self.run_unit(model, HEAD_UNIT, &x, move |vb, x| {
             let config = CrossEntropyConfig::default().with_ignore_index(IGNORED);
             let x = llama.norm(&vb)?.forward(x)?;
-            Ok(linear_cross_entropy(&x, llama.head(&vb)?.weight(), &targets, &config)?.sum)
+            Ok(llama.head(&vb)?.cross_entropy(&x, &targets, &config)?.sum)
         })?;
         Ok(Loss::sum(sum, n_targets))
     }

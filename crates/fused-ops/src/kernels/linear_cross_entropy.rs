@@ -102,7 +102,9 @@ impl<T: Float> HeadGrads<T> {
     pub(crate) fn scale(&mut self, factor: T) {
         for grads in [&mut self.x, &mut self.weight].into_iter().flatten() {
             map_chunks(grads, ELEMENTS_PER_BLOCK, |_, block| {
-                block.iter_mut().for_each(|grad| *grad *= factor);
+                for grad in block {
+                    *grad *= factor;
+                }
             });
         }
     }

@@ -3,7 +3,15 @@
 use candle_core::{DType, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-use crate::{affine::AffineLayer, config::Activation, ops::linear::apply};
+use crate::{
+    affine::AffineLayer,
+    config::Activation,
+    ops::{
+        cross_entropy::{CrossEntropy, CrossEntropyConfig, cross_entropy},
+        linear::apply,
+        linear_cross_entropy::linear_cross_entropy,
+    },
+};
 
 /// A linear layer that computes [`linear`](crate::linear()); replaces `candle_nn::Linear`.
 ///
@@ -53,6 +61,40 @@ impl Linear {
     #[must_use]
     pub fn with_adapter(self, a: &Tensor, b: &Tensor, scale: f64) -> Self {
         Self { affine: self.affine.with_adapter(a, b, scale), ..self }
+    }
+
+    /// Returns the cross-entropy of the layer's results for `x` and `targets`, without results that are
+    /// whole in memory: see [`linear_cross_entropy`](crate::linear_cross_entropy()). A layer with a bias, an adapter or an activation
+    /// computes all results.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`linear_cross_entropy`](crate::linear_cross_entropy()).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use fused_ops::{CrossEntropyConfig, layers::Linear};
+    ///
+    /// let head = Linear::new(Tensor::zeros((10, 4), DType::F32, &Device::Cpu)?, None);
+    /// let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu)?;
+    /// let targets = Tensor::new(&[3_u32, 7], &Device::Cpu)?;
+    /// let loss = head.cross_entropy(&x, &targets, &CrossEntropyConfig::default())?;
+    /// assert!((loss.mean()?.to_scalar::<f32>()? - 10_f32.ln()).abs() < 1e-6);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn cross_entropy(
+        &self,
+        x: &Tensor,
+        targets: &Tensor,
+        config: &CrossEntropyConfig,
+    ) -> crate::Result<CrossEntropy> {
+        if self.affine.is_product() && self.activation.is_none() {
+            linear_cross_entropy(x, self.weight(), targets, config)
+        } else {
+            cross_entropy(&apply(x, &self.affine, self.activation)?, targets, config)
+        }
     }
 
     /// Returns the weight [outputs, inputs], without the adapter.

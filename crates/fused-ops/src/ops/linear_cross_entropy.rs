@@ -5,6 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use candle_core::{DType, Shape, Tensor};
 
 use crate::{
+    affine::AffineLayer,
     autograd::{Backward, CpuSlice, cpu_tensor, record},
     composed,
     error::Result,
@@ -12,10 +13,7 @@ use crate::{
         float::Float,
         linear_cross_entropy::{HeadGrads, HeadRows},
     },
-    ops::{
-        cross_entropy::{CrossEntropy, CrossEntropyConfig, WeightedTargets},
-        linear::check_weight,
-    },
+    ops::cross_entropy::{CrossEntropy, CrossEntropyConfig, WeightedTargets},
     route::{Route, check_shape, last_dim},
 };
 
@@ -65,7 +63,8 @@ pub fn linear_cross_entropy(
     targets: &Tensor,
     config: &CrossEntropyConfig,
 ) -> Result<CrossEntropy> {
-    let classes = check_weight(OP, "weight", weight, last_dim(OP, "x", x)?)?;
+    let layer = AffineLayer::new(weight, None);
+    let classes = layer.check(OP, ["weight", "bias"], x, last_dim(OP, "x", x)?)?;
     check_shape(OP, "targets", targets, &x.dims()[..x.rank() - 1])?;
     let targets = WeightedTargets::read(OP, targets, config, classes)?;
     let total_weight = targets.total_weight();

@@ -3,10 +3,11 @@
 use candle_core::{Device, Shape, Tensor};
 
 use crate::{
+    affine::{AffineLayer, n_rows},
     autograd::CpuSlice,
     error::{Error, Result},
     kernels::{float::Float, linear::add_bias, matvec},
-    ops::linear::{check_layer, linear, n_rows},
+    ops::linear::linear,
     route::{Route, last_dim},
 };
 
@@ -51,7 +52,7 @@ pub fn linear_decode(x: &Tensor, layers: &[(&Tensor, Option<&Tensor>)]) -> Resul
     let inputs = last_dim(OP, "x", x)?;
     let mut all = vec![("x", x)];
     for &(weight, bias) in layers {
-        check_layer(OP, ("weight", weight), ("bias", bias), inputs)?;
+        AffineLayer::new(weight, bias).check(OP, ["weight", "bias"], x, inputs)?;
         all.push(("weight", weight));
         all.extend(bias.map(|bias| ("bias", bias)));
     }

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder, VarMap};
-use fused_ops::layers;
+use fused_ops::{Activation, CrossEntropyConfig, cross_entropy, layers};
 
 use crate::support::{largest, numbers};
 
@@ -87,5 +87,27 @@ fn llama_parameters_have_their_names() -> Result<()> {
     let y = mlp.forward(&attention.forward(&x, Some((&cos, &sin)), &config)?)?;
     let grads = y.sqr()?.sum_all()?.backward()?;
     assert!(vars.all_vars().iter().all(|var| grads.get(var).is_some()));
+    Ok(())
+}
+
+#[test]
+fn head_loss_counts_adapter_bias_and_activation() -> Result<()> {
+    let [weight, a, b] = [[5, 8], [2, 8], [5, 2]].map(|shape| numbers(&shape, 3));
+    let plain = layers::Linear::new(weight.clone(), None);
+    let heads = [
+        plain.clone(),
+        plain.clone().with_adapter(&a, &b, 0.5),
+        plain.with_activation(Activation::Gelu),
+        layers::Linear::new(weight, Some(numbers(&[5], 4))),
+    ];
+    let targets = Tensor::new(&[[0_u32, 1, 2], [3, 4, 0]], &Device::Cpu)?;
+    let x = numbers(&[2, 3, 8], 1);
+    let config = CrossEntropyConfig::default();
+    for head in heads {
+        let found = head.cross_entropy(&x, &targets, &config)?.sum.to_scalar::<f64>()?;
+        let logits = head.forward(&x)?;
+        let expected = cross_entropy(&logits, &targets, &config)?.sum.to_scalar::<f64>()?;
+        assert!((found - expected).abs() < 1e-12, "{found}, {expected}");
+    }
     Ok(())
 }
