@@ -73,14 +73,7 @@ def median(runs: list[dict[str, float]], key: str) -> float:
 
 
 def run(command: list[str]) -> dict[str, float]:
-    """Returns the JSON object that a command prints, with its peak memory if it does not report any."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    text = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
-        sys.exit(f"{command[0]} failed")
-    return {"bytes": usage.ru_maxrss * 1024, **json.loads(text)}
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def measure_torch(path: str, padding: str, batch_size: int, workers: int) -> dict[str, float]:

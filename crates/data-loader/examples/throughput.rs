@@ -27,7 +27,7 @@ fn main() -> Result<(), BoxError> {
         let start = Instant::now();
         read_epoch(&mut loader, 1)?;
         let per_second = n_lines.parse::<f64>()? / start.elapsed().as_secs_f64();
-        println!("{{\"lines_per_second\": {per_second:.0}}}");
+        println!("{{\"lines_per_second\": {per_second:.0}, \"bytes\": {}}}", peak_bytes()?);
         return Ok(());
     }
     let n_lines: u64 = args.first().map_or("200000", String::as_str).parse()?;
@@ -66,6 +66,13 @@ fn write_lines(path: &Path, n: u64, line: impl Fn(u64) -> String) -> std::io::Re
     let mut file = BufWriter::new(File::create(path)?);
     (0..n).try_for_each(|n| file.write_all(line(n).as_bytes()))?;
     file.flush()
+}
+
+/// Returns the peak memory of this process, as Linux reports it.
+fn peak_bytes() -> Result<u64, BoxError> {
+    let status = fs::read_to_string("/proc/self/status")?;
+    let peak = status.split_once("VmHWM:").ok_or("no peak")?.1;
+    Ok(peak.split_whitespace().next().ok_or("no number")?.parse::<u64>()? * 1024)
 }
 
 fn padded_lines(
