@@ -101,10 +101,7 @@ fn processes_report_different_settings() {
             &["--max-grad-norm", "1"],
             ["\"warmup_steps\":0}, rank 1", "\"warmup_steps\":0,\"max_grad_norm\":1.0}"],
         ),
-        (
-            &["--strategy", "full"],
-            ["is not sharded, rank 1", "is sharded by"],
-        ),
+        (&["--strategy", "full"], ["is not sharded, rank 1", "is sharded by"]),
         (&["--allow-non-finite"], ["--allow-non-finite false, rank 1", "true"]),
     ] {
         let second = [&out[..], more].concat();

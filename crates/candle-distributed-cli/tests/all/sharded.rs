@@ -94,13 +94,11 @@ fn only_clipping_keeps_all_gradients() {
     assert!(!within.contains("--max-grad-norm none"), "{within}");
     let clipped = [&train[..], &["--max-grad-norm", "1e9"]].concat();
     let after = text(&clipped);
-    let gradients = row(&after, "gradients ")[1].to_owned();
-    assert_ne!(gradients, "0.00 B", "{after}");
+    assert_ne!(row(&after, "gradients ")[1], "0.00 B", "{after}");
     // Devices agree on gradients once per step instead of once per unit.
     assert_ne!(row(&within, "all_gather")[2], row(&after, "all_gather")[2], "{within}");
-    let saved = format!("--max-grad-norm none saves {gradients}");
-    assert!(after.contains(&saved), "{after}");
-    rejects(&[&clipped[..], &["--memory-limit", "1MiB"]].concat(), &[&saved]);
+    let saved = after.lines().find(|line| line.starts_with("--max-grad-norm none saves")).unwrap();
+    rejects(&[&clipped[..], &["--memory-limit", "1MiB"]].concat(), &[saved]);
 
     // A limit above every norm changes nothing.
     let limit = ["--max-grad-norm", "1e9"];

@@ -315,6 +315,15 @@ mod tests {
     }
 
     #[test]
+    fn infinite_norm_turns_clipping_off() {
+        let recipe = Recipe { max_grad_norm: Some(f64::INFINITY), ..Recipe::default() };
+        recipe.check(20).unwrap();
+        assert_eq!(recipe.options()[4].1.as_deref(), Some("none"));
+        assert_eq!(recipe.with_defaults(20, false).max_grad_norm, None);
+        assert_eq!(Recipe::default().with_defaults(20, false).max_grad_norm, Some(1.0));
+    }
+
+    #[test]
     fn recipes_round_trip() {
         let recipe = Recipe {
             lr: Some(2e-5),
