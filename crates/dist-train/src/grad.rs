@@ -9,6 +9,7 @@ use std::{
 
 use candle_core::{DType, Tensor, Var, backprop::GradStore};
 use core_types::{WorldSize, balance};
+use fused_ops::with_direct_grads;
 use pmap_mesh::{ALL, DeviceMesh, Replica, Specs, TensorTree, Uneven};
 
 use crate::{
@@ -215,7 +216,8 @@ pub(crate) fn differentiate(
     let halves = halves || is_half(shard.dtype());
     let is_empty = shard.is_empty();
     let (sum, rest) = shard.into_scaled_sum(scale, halves)?;
-    let mut store = sum.backward()?;
+    let variables = vars.iter().map(Var::as_tensor);
+    let mut store = with_direct_grads(variables, || sum.backward())?;
     drop(sum);
     let mut gradients = Vec::with_capacity(vars.len());
     for var in vars {

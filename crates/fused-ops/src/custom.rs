@@ -249,6 +249,7 @@ where
     F: Fn(&Tensor, Tensor) -> candle_core::Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
 {
     const NAME: &'static str = "with_backward";
+    const ARE_GRADS_OWN: bool = false;
 
     fn backward(
         &self,

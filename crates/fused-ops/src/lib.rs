@@ -45,6 +45,7 @@ mod tests;
 pub mod layers;
 
 pub use crate::{
+    autograd::with_direct_grads,
     config::{Activation, AttentionConfig, DropoutKey},
     custom::{backward_from, backward_from_many, with_backward, with_backward_many},
     error::{Error, Result},

@@ -99,6 +99,7 @@ where
     F: Fn(&Tensor) -> candle_core::Result<Tensor> + Send + Sync + 'static,
 {
     const NAME: &'static str = "checkpoint";
+    const ARE_GRADS_OWN: bool = false;
 
     fn backward(
         &self,

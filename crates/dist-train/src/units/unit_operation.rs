@@ -19,7 +19,7 @@ use std::{
 
 use candle_core::{Result, Tensor, Var};
 use candle_nn::VarBuilder;
-use fused_ops::{backward_from_many, with_backward_many};
+use fused_ops::{backward_from_many, with_backward_many, with_direct_grads};
 use pmap_mesh::TensorTree;
 
 use crate::{
@@ -220,7 +220,8 @@ where
         };
         let seeds =
             outputs.into_iter().zip(grads).filter_map(|(output, grad)| Some((output, grad?)));
-        let mut grads = backward_from_many(seeds)?;
+        let leaves = gathered.values().chain(inputs.iter().flatten()).map(Var::as_tensor);
+        let mut grads = with_direct_grads(leaves, || Ok(backward_from_many(seeds)?))?;
         // The anchor comes first, and has no gradient.
         let mut input_grads = vec![None];
         for input in inputs.iter().flatten() {

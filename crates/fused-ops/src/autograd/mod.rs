@@ -5,6 +5,7 @@
 //! allows three inputs and one output. An operation with more connects them through tokens: tensors
 //! of zeros whose values are never read. No tensor is copied.
 
+mod direct;
 mod mailbox;
 mod multi;
 mod node;
@@ -13,6 +14,7 @@ use std::{marker::PhantomData, sync::Mutex};
 
 use candle_core::{Device, Layout, Shape, Storage, StorageRef, Tensor};
 
+pub use self::direct::with_direct_grads;
 pub(crate) use self::mailbox::Mailbox;
 pub(crate) use self::multi::{MultiBackward, record_copy, record_many, scalar_with_grad};
 use self::node::{NodeOutput, PrecomputedNode};
@@ -22,6 +24,9 @@ use crate::{error::Result, kernels::float::Float};
 pub(crate) trait Backward: Send + Sync + 'static {
     /// The name of the operation in candle's messages.
     const NAME: &'static str;
+
+    /// Whether no gradient shares its storage with a variable, which an optimizer may change.
+    const ARE_GRADS_OWN: bool = true;
 
     /// Returns the gradients of the inputs, in their order, where `grad` is the gradient of `output`.
     ///

@@ -23,6 +23,9 @@ pub(crate) trait MultiBackward<const OUTPUTS: usize>: Send + Sync + 'static {
     /// The name of the operation in candle's messages.
     const NAME: &'static str;
 
+    /// As in [`Backward`].
+    const ARE_GRADS_OWN: bool = true;
+
     /// Returns the gradients of the inputs, in their order. An output that the pass did not use has no
     /// gradient.
     ///
@@ -71,6 +74,7 @@ struct TokenSeed(Tensor);
 
 impl Backward for TokenSeed {
     const NAME: &'static str = "seed";
+    const ARE_GRADS_OWN: bool = false;
 
     fn backward(&self, _: &[&Tensor], _: &Tensor, _: &Tensor) -> Result<Vec<Option<Tensor>>> {
         Ok(vec![Some(self.0.clone())])
@@ -189,6 +193,7 @@ struct InputNode<B, const OUTPUTS: usize> {
 
 impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Backward for InputNode<B, OUTPUTS> {
     const NAME: &'static str = B::NAME;
+    const ARE_GRADS_OWN: bool = B::ARE_GRADS_OWN;
 
     fn backward(
         &self,

@@ -8,7 +8,7 @@ use candle_core::{
     backend::{BackendDevice, BackendStorage},
 };
 
-use super::Backward;
+use super::{Backward, direct::keep_direct};
 
 /// An operation with a precomputed result.
 pub(super) struct PrecomputedNode<B> {
@@ -90,7 +90,9 @@ impl<B: Backward> PrecomputedNode<B> {
         output: &Tensor,
         grad: &Tensor,
     ) -> Result<[Option<Tensor>; N]> {
-        let grads = self.backward.backward(&inputs, output, &grad.contiguous()?)?;
+        let grad = grad.contiguous()?;
+        let backward = || self.backward.backward(&inputs, output, &grad);
+        let grads = keep_direct(&inputs, B::ARE_GRADS_OWN, backward)?;
         grads.try_into().map_err(|_| Error::msg("a gradient is missing"))
     }
 }

@@ -10,6 +10,7 @@
 
 mod agreement;
 mod bits;
+mod direct;
 mod edge_cases;
 mod gradients;
 mod support;
