@@ -72,15 +72,17 @@ pub(crate) fn linear(
     activation.map_or(Ok(y.clone()), |form| self::activation(&y, form))
 }
 
-/// `cos` and `sin` [length, size / 2].
-pub(crate) fn linear_rope(
-    [x, weight, cos, sin]: [&Tensor; 4],
-    bias: Option<&Tensor>,
+/// Cuts `x` [batch, length, heads · size] into heads, and rotates them. `cos` and `sin` [length,
+/// size / 2].
+pub(crate) fn split_and_rotate(
+    x: &Tensor,
     heads: usize,
+    cos: &Tensor,
+    sin: &Tensor,
 ) -> Result<Tensor> {
     let (batch, length, _) = x.dims3()?;
-    let y = linear(x, weight, bias, None)?.reshape((batch, length, heads, ()))?;
-    rope(&y.transpose(1, 2)?, cos, sin, PairLayout::Halves)?.transpose(1, 2)?.contiguous()
+    let x = x.reshape((batch, length, heads, ()))?;
+    rope(&x.transpose(1, 2)?, cos, sin, PairLayout::Halves)?.transpose(1, 2)?.contiguous()
 }
 
 pub(crate) fn activation(x: &Tensor, activation: Activation) -> Result<Tensor> {
@@ -99,19 +101,6 @@ pub(crate) fn activation(x: &Tensor, activation: Activation) -> Result<Tensor> {
 
 pub(crate) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     compute_halves_in_f32([gate, up], |[gate, up]| activation(gate, Activation::Silu)? * up)
-}
-
-pub(crate) fn swiglu_mlp(
-    x: &Tensor,
-    gate_weight: &Tensor,
-    up_weight: &Tensor,
-    down_weight: &Tensor,
-    residual: Option<&Tensor>,
-) -> Result<Tensor> {
-    let gate = linear(x, gate_weight, None, None)?;
-    let up = linear(x, up_weight, None, None)?;
-    let y = linear(&swiglu(&gate, &up)?, down_weight, None, None)?;
-    residual.map_or(Ok(y.clone()), |residual| y + residual)
 }
 
 pub(crate) fn softmax(x: &Tensor) -> Result<Tensor> {

@@ -15,6 +15,7 @@
 //! [`linear_add_rms_norm`]: crate::linear_add_rms_norm()
 //! [`linear_rope`]: crate::linear_rope()
 //! [`log_softmax`]: crate::log_softmax()
+//! [`lora_linear`]: crate::lora_linear()
 //! [`mlp`]: crate::mlp()
 //! [`rms_norm`]: crate::rms_norm()
 //! [`rope`]: crate::rope()
@@ -30,6 +31,7 @@
 // this page the links go to the crate itself.
 #![doc = include_str!("../README.md")]
 
+mod affine;
 mod autograd;
 mod composed;
 mod config;
@@ -54,7 +56,7 @@ pub use crate::{
         cross_entropy::{CrossEntropy, CrossEntropyConfig, cross_entropy},
         dropout::dropout,
         embedding::embedding,
-        linear::linear,
+        linear::{linear, lora_linear},
         linear_add_rms_norm::linear_add_rms_norm,
         linear_rope::linear_rope,
         mlp::mlp,

@@ -18,7 +18,7 @@ pub(crate) use self::multi::{MultiBackward, record_copy, record_many, scalar_wit
 use self::node::{NodeOutput, PrecomputedNode};
 use crate::{error::Result, kernels::float::Float};
 
-/// The backward of an operation with one to three inputs and one output.
+/// The backward of an operation with one output.
 pub(crate) trait Backward: Send + Sync + 'static {
     /// The name of the operation in candle's messages.
     const NAME: &'static str;
@@ -35,7 +35,7 @@ pub(crate) trait Backward: Send + Sync + 'static {
     ) -> Result<Vec<Option<Tensor>>>;
 }
 
-/// Makes a tensor of `output`, and records it if one of the one to three inputs is tracked.
+/// Makes a tensor of `output`, and records it if one of the inputs is tracked.
 pub(crate) fn record<T: Float>(
     inputs: &[&Tensor],
     output: Vec<T>,
@@ -45,8 +45,33 @@ pub(crate) fn record<T: Float>(
     if !inputs.iter().any(|input| input.track_op()) {
         return Ok(Tensor::from_vec(output, shape, &Device::Cpu)?);
     }
+    if inputs.len() > 3 {
+        let inputs_of_node = inputs.iter().map(|&input| input.clone()).collect();
+        let backward = ManyInputs { inputs: inputs_of_node, backward };
+        let [output] = record_many(inputs, [output], &shape, backward)?;
+        return Ok(output);
+    }
     let output = NodeOutput::Computed(Mutex::new(Some(T::to_cpu_storage_owned(output))));
     PrecomputedNode { output, shape, backward }.apply(inputs)
+}
+
+/// The backward of an operation with more inputs than a node of candle has.
+struct ManyInputs<B> {
+    inputs: Vec<Tensor>,
+    backward: B,
+}
+
+impl<B: Backward> MultiBackward<1> for ManyInputs<B> {
+    const NAME: &'static str = B::NAME;
+
+    fn backward(
+        &self,
+        [output]: &[Tensor; 1],
+        [grad]: [Option<Tensor>; 1],
+    ) -> Result<Vec<Option<Tensor>>> {
+        let grad = grad.map_or_else(|| output.zeros_like(), Ok)?;
+        self.backward.backward(&self.inputs.iter().collect::<Vec<_>>(), output, &grad)
+    }
 }
 
 /// Calls [`record`] for an operation of one contiguous input. `backward` computes its gradient from

@@ -5,6 +5,8 @@
 
 #![allow(unsafe_code, reason = "`gemm` takes addresses and strides, which the views here check")]
 
+use std::borrow::Cow;
+
 use gemm::Parallelism;
 
 use super::{float::Float, memory};
@@ -55,6 +57,10 @@ impl<'a, T: Float> MatrixView<'a, T> {
     /// Returns a matrix of adjacent rows at the start of `data`.
     pub(crate) fn contiguous(data: &'a [T], rows: usize, columns: usize) -> Self {
         Self::new(data, MatrixLayout::rows(rows, columns, columns))
+    }
+
+    pub(crate) fn rows(self) -> usize {
+        self.layout.rows
     }
 
     pub(crate) fn t(self) -> Self {
@@ -112,8 +118,8 @@ pub(crate) fn product_of_rows<T: Float>(
     b: MatrixView<'_, T>,
 ) -> Vec<T> {
     let columns = b.layout.columns;
-    let padded_rows = fewest_rows(columns);
-    if rows == 0 || rows >= padded_rows {
+    let padded_rows = padded_rows(rows, columns);
+    if rows == padded_rows {
         return product(MatrixView::contiguous(x, rows, width), b, ProductThreads::Pool);
     }
     let mut padded = x.to_vec();
@@ -122,6 +128,34 @@ pub(crate) fn product_of_rows<T: Float>(
         product(MatrixView::contiguous(&padded, padded_rows, width), b, ProductThreads::Pool);
     y.truncate(rows * columns);
     y
+}
+
+/// Adds the product of some rows of `width` elements with `b` to the rows of `out`. Each row has the
+/// same bits as among more rows.
+pub(crate) fn add_product_of_rows<T: Float>(
+    out: &mut Vec<T>,
+    x: &[T],
+    width: usize,
+    rows: usize,
+    b: MatrixView<'_, T>,
+) {
+    let columns = b.layout.columns;
+    let padded_rows = padded_rows(rows, columns);
+    let mut padded = Cow::from(x);
+    if rows < padded_rows {
+        padded.to_mut().resize(padded_rows * width, T::ZERO);
+        out.resize(padded_rows * columns, T::ZERO);
+    }
+    let layout = MatrixLayout::rows(padded_rows, columns, columns);
+    let x = MatrixView::contiguous(&padded, padded_rows, width);
+    multiply_in_pool(out, layout, x, b, StoreMode::Add);
+    out.truncate(rows * columns);
+}
+
+/// Returns the number of rows with which `rows` rows are multiplied, for a result of this many
+/// columns.
+pub(crate) fn padded_rows(rows: usize, columns: usize) -> usize {
+    if rows == 0 { 0 } else { rows.max(fewest_rows(columns)) }
 }
 
 /// Returns the number of rows from which `gemm` has a single summation order. It has special cases
@@ -153,6 +187,19 @@ pub(crate) fn multiply_into<T: Float>(
     assert!(layout.extent() <= out.len(), "a product reaches beyond its memory");
     // SAFETY: the slice reaches to the last element, and all of it may be read and written.
     unsafe { multiply(out.as_mut_ptr(), layout, a, b, store, scale, ProductThreads::One) }
+}
+
+/// Writes or adds `a` · `b` to a matrix at the start of `out`, on all threads of the pool.
+pub(crate) fn multiply_in_pool<T: Float>(
+    out: &mut [T],
+    layout: MatrixLayout,
+    a: MatrixView<'_, T>,
+    b: MatrixView<'_, T>,
+    store: StoreMode,
+) {
+    assert!(layout.extent() <= out.len(), "a product reaches beyond its memory");
+    // SAFETY: as in `multiply_into`.
+    unsafe { multiply(out.as_mut_ptr(), layout, a, b, store, T::ONE, ProductThreads::Pool) }
 }
 
 /// Writes or adds `scale` · `a` · `b` to the matrix at `out`.

@@ -17,6 +17,7 @@ pub(crate) mod dropout;
 pub(crate) mod float;
 pub(crate) mod lanes;
 pub(crate) mod linear;
+pub(crate) mod low_rank;
 pub(crate) mod matmul;
 pub(crate) mod memory;
 pub(crate) mod norm;

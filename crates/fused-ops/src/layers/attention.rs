@@ -7,7 +7,10 @@ use super::{
     linear::{Linear, linear_b},
     norm::RmsNorm,
 };
-use crate::config::AttentionConfig;
+use crate::{
+    config::AttentionConfig,
+    ops::{linear_add_rms_norm, linear_rope},
+};
 
 /// The sizes of an [`Attention`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -138,9 +141,9 @@ impl Attention {
         norm: &RmsNorm,
     ) -> Result<(Tensor, Tensor)> {
         let attended = self.attend(x, rotation, config)?;
-        let weight = self.output.weight();
         let (norm_weight, epsilon) = (norm.weight(), norm.eps());
-        Ok(crate::linear_add_rms_norm(&attended, weight, residual, norm_weight, epsilon)?)
+        let output = self.output.affine();
+        Ok(linear_add_rms_norm::apply(&attended, output, residual, norm_weight, epsilon)?)
     }
 
     /// Returns the concatenated results of the heads, the input of the output projection.
@@ -179,9 +182,9 @@ fn project_and_rotate(
     projection: &Linear,
     (cos, sin): (&Tensor, &Tensor),
 ) -> Result<Tensor> {
-    let (weight, bias) = (projection.weight(), projection.bias());
+    let projection = projection.affine();
     if cos.rank() < 3 {
-        return Ok(crate::linear_rope(x, weight, bias, cos, sin)?);
+        return Ok(linear_rope::apply(x, projection, cos, sin)?);
     }
     let (batch, length, inputs) = x.dims3()?;
     // `linear_rope` rotates all rows by the same angles, so join the rows to one long row.
@@ -189,7 +192,7 @@ fn project_and_rotate(
         angles.broadcast_as((batch, length, angles.dim(D::Minus1)?))?.flatten_to(1)
     };
     let row = x.reshape((1, batch * length, inputs))?;
-    let rotated = crate::linear_rope(&row, weight, bias, &angles(cos)?, &angles(sin)?)?;
+    let rotated = linear_rope::apply(&row, projection, &angles(cos)?, &angles(sin)?)?;
     let (_, _, heads, size) = rotated.dims4()?;
     rotated.reshape((batch, length, heads, size))
 }

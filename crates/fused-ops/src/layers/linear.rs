@@ -1,9 +1,9 @@
 //! Linear layers.
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-use crate::config::Activation;
+use crate::{affine::AffineLayer, config::Activation, ops::linear::apply};
 
 /// A linear layer that computes [`linear`](crate::linear()); replaces `candle_nn::Linear`.
 ///
@@ -23,15 +23,22 @@ use crate::config::Activation;
 /// ```
 #[derive(Clone, Debug)]
 pub struct Linear {
-    weight: Tensor,
-    bias: Option<Tensor>,
+    affine: AffineLayer,
     activation: Option<Activation>,
 }
 
 impl Linear {
+    /// The name under which a variable builder offers the frozen weight of a layer with an adapter,
+    /// as in PEFT. Layers of this crate then read it in place of `weight`, with the matrices
+    /// `lora_A.weight` and `lora_B.weight` and the scalar [`LORA_SCALE`](Self::LORA_SCALE).
+    pub const BASE_WEIGHT: &'static str = "base_layer.weight";
+    /// The name of the factor of an adapter, of type `f64`; see
+    /// [`BASE_WEIGHT`](Self::BASE_WEIGHT).
+    pub const LORA_SCALE: &'static str = "lora_scale";
+
     /// Makes a layer of this weight [outputs, inputs] and bias \[outputs\].
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
-        Self { weight, bias, activation: None }
+        Self { affine: AffineLayer::new(&weight, bias.as_ref()), activation: None }
     }
 
     /// Applies `activation` to the result.
@@ -41,9 +48,16 @@ impl Linear {
         self
     }
 
-    /// Returns the weight [outputs, inputs].
+    /// Freezes the weight, and adds the adapter `scale` · B · A of `a` [rank, inputs] and `b`
+    /// [outputs, rank], as in [`lora_linear`](crate::lora_linear()).
+    #[must_use]
+    pub fn with_adapter(self, a: &Tensor, b: &Tensor, scale: f64) -> Self {
+        Self { affine: self.affine.with_adapter(a, b, scale), ..self }
+    }
+
+    /// Returns the weight [outputs, inputs], without the adapter.
     pub fn weight(&self) -> &Tensor {
-        &self.weight
+        self.affine.weight()
     }
 
     /// Returns the activation of the result.
@@ -51,15 +65,15 @@ impl Linear {
         self.activation
     }
 
-    /// Returns the bias \[outputs\], if there is one.
-    pub(super) fn bias(&self) -> Option<&Tensor> {
-        self.bias.as_ref()
+    /// Returns the function before the activation.
+    pub(super) fn affine(&self) -> &AffineLayer {
+        &self.affine
     }
 }
 
 impl Module for Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(crate::linear(x, &self.weight, self.bias.as_ref(), self.activation)?)
+        Ok(apply(x, &self.affine, self.activation)?)
     }
 }
 
@@ -70,13 +84,13 @@ impl From<candle_nn::Linear> for Linear {
 }
 
 /// Loads a layer with a `weight` [`out_dim`, `in_dim`] and a `bias` \[`out_dim`\], or initializes it
-/// as candle-nn does.
+/// as candle-nn does. The builder may offer an adapter: see [`Linear::BASE_WEIGHT`].
 ///
 /// # Errors
 ///
 /// Returns an error if a parameter cannot be loaded.
 pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linear> {
-    candle_nn::linear(in_dim, out_dim, vb).map(Linear::from)
+    linear_b(in_dim, out_dim, true, vb)
 }
 
 /// Loads a layer without a bias.
@@ -85,7 +99,7 @@ pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linea
 ///
 /// The errors of [`linear`](linear()).
 pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linear> {
-    candle_nn::linear_no_bias(in_dim, out_dim, vb).map(Linear::from)
+    linear_b(in_dim, out_dim, false, vb)
 }
 
 /// Loads a layer with a bias or without.
@@ -95,5 +109,13 @@ pub(super) fn linear_b(
     bias: bool,
     vb: VarBuilder<'_>,
 ) -> Result<Linear> {
-    candle_nn::linear_b(in_dim, out_dim, bias, vb).map(Linear::from)
+    if !vb.contains_tensor(Linear::BASE_WEIGHT) {
+        return candle_nn::linear_b(in_dim, out_dim, bias, vb).map(Linear::from);
+    }
+    let weight = vb.get((out_dim, in_dim), Linear::BASE_WEIGHT)?;
+    let bias = if bias { Some(vb.get(out_dim, "bias")?) } else { None };
+    let a = vb.get_unchecked("lora_A.weight")?;
+    let b = vb.get_unchecked("lora_B.weight")?;
+    let scale = vb.get_unchecked_dtype(Linear::LORA_SCALE, DType::F64)?.to_scalar()?;
+    Ok(Linear::new(weight, bias).with_adapter(&a, &b, scale))
 }

@@ -4,6 +4,7 @@ use candle_core::{Result, Tensor};
 use candle_nn::Module;
 
 use super::Linear;
+use crate::ops::mlp;
 
 /// The composition down(up(x)) of two layers, loaded under any names. It runs in one step
 /// ([`mlp`](crate::mlp())) if `up` has an activation and `down` does not.
@@ -42,6 +43,6 @@ impl Module for Mlp {
         let (Some(activation), None) = (up.activation(), down.activation()) else {
             return down.forward(&up.forward(x)?);
         };
-        Ok(crate::mlp(x, up.weight(), up.bias(), activation, down.weight(), down.bias())?)
+        Ok(mlp::apply(x, up.affine(), activation, down.affine())?)
     }
 }

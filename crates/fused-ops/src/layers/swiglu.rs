@@ -4,6 +4,7 @@ use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
 use super::{Linear, linear_no_bias};
+use crate::ops::swiglu_mlp;
 
 /// [`swiglu_mlp`](crate::swiglu_mlp()), with the parameter names of Llama and its relatives: `gate_proj`,
 /// `up_proj` and `down_proj`.
@@ -53,8 +54,8 @@ impl SwiGlu {
     }
 
     fn apply(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
-        let [gate, up, down] = [&self.gate, &self.up, &self.down].map(Linear::weight);
-        Ok(crate::swiglu_mlp(x, gate, up, down, residual)?)
+        let layers = [&self.gate, &self.up, &self.down].map(Linear::affine);
+        Ok(swiglu_mlp::apply(x, layers, residual)?)
     }
 }
 

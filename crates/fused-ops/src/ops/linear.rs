@@ -1,22 +1,19 @@
 //! A linear layer in one step: product, bias, activation.
 
-use candle_core::{Shape, Tensor};
+use candle_core::{DType, Tensor};
 
 use crate::{
-    autograd::{Backward, CpuSlice, cpu_tensor, record},
+    affine::{AffineLayer, n_rows},
+    autograd::{Backward, CpuSlice, record},
     composed,
     config::Activation,
-    error::{Error, Result},
-    kernels::{
-        activation,
-        float::Float,
-        linear::{add_bias, sum_rows},
-        matmul::{MatrixView, ProductThreads, product, product_of_rows},
-    },
-    route::{check_shape, last_dim, route},
+    error::Result,
+    kernels::{activation, float::Float},
+    route::{Route, last_dim},
 };
 
 const OP: &str = "linear";
+const NAMES: [&str; 2] = ["weight", "bias"];
 
 /// Returns activation(x·weightᵀ + bias).
 ///
@@ -57,148 +54,98 @@ pub fn linear(
     bias: Option<&Tensor>,
     activation: Option<Activation>,
 ) -> Result<Tensor> {
-    let inputs = last_dim(OP, "x", x)?;
-    check_layer(OP, ("weight", weight), ("bias", bias), inputs)?;
-    let Some(bias) = bias else {
-        return route!(
-            "linear",
-            [x, weight],
-            fused(&[x, weight], activation),
-            composed::linear(x, weight, None, activation),
-        );
-    };
-    route!(
-        "linear",
-        [x, weight, bias],
-        fused(&[x, weight, bias], activation),
-        composed::linear(x, weight, Some(bias), activation),
-    )
+    apply(x, &AffineLayer::new(weight, bias), activation)
 }
 
-/// Checks the shapes of a layer with this number of inputs, and returns the number of outputs.
-pub(crate) fn check_layer(
-    op: &'static str,
-    (weight_name, weight): (&'static str, &Tensor),
-    (bias_name, bias): (&'static str, Option<&Tensor>),
-    inputs: usize,
-) -> Result<usize> {
-    let outputs = check_weight(op, weight_name, weight, inputs)?;
-    if let Some(bias) = bias {
-        check_shape(op, bias_name, bias, &[outputs])?;
-    }
-    Ok(outputs)
-}
-
-/// Checks the shape of a layer without a bias, and returns the number of outputs.
-pub(crate) fn check_weight(
-    op: &'static str,
-    name: &'static str,
+/// Returns x·weightᵀ + bias + scale·(x·Aᵀ)·Bᵀ: a [`linear`] layer of a frozen weight with a trained
+/// low-rank adapter (LoRA, Hu et al., arXiv 2106.09685).
+///
+/// The weight has no gradient, and no tensor of its size is made, forward or backward. Like PEFT it
+/// multiplies by A and then by B; only the result and the gradients stay in candle's graph.
+///
+/// # Shapes
+///
+/// `x` [.., inputs], `weight` [outputs, inputs], `bias` \[outputs\], `a` [rank, inputs], `b`
+/// [outputs, rank]; the result is [.., outputs].
+///
+/// # Dtypes
+///
+/// `weight` may have any floating type, such as the `bf16` of a file next to an `x` in `f32`. The
+/// kernels widen 256 of its rows at a time, which is exact, so a copy in the type of `x` is never
+/// whole. On devices without kernels of this crate it exists during a product. If `x` has half
+/// precision, `a` and `b` may be `f32`; the result is computed in `f32` and rounded once.
+///
+/// # Determinism
+///
+/// Like [`linear`].
+///
+/// # Errors
+///
+/// The errors of [`linear`].
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use fused_ops::lora_linear;
+///
+/// let x = Tensor::new(&[[1.0_f32, 2.0]], &Device::Cpu)?;
+/// let weight = Tensor::new(&[[3.0_f32, 4.0], [-5.0, 1.0]], &Device::Cpu)?.to_dtype(DType::BF16)?;
+/// let a = Var::new(&[[1.0_f32, 1.0]], &Device::Cpu)?;
+/// let b = Var::new(&[[0.0_f32], [2.0]], &Device::Cpu)?;
+/// let y = lora_linear(&x, &weight, None, &a, &b, 0.5)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[11.0, 0.0]]); // −3 + 0.5 · 3 · 2
+/// let grads = y.sum_all()?.backward()?;
+/// assert_eq!(grads.get(&b).unwrap().to_vec2::<f32>()?, [[1.5], [1.5]]);
+/// assert!(grads.get(&weight).is_none());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn lora_linear(
+    x: &Tensor,
     weight: &Tensor,
-    inputs: usize,
-) -> Result<usize> {
-    let Some(&outputs) = weight.dims().first() else {
-        let expected = format!("[outputs, {inputs}]");
-        return Err(Error::Shape { op, input: name, found: Vec::new(), expected });
-    };
-    check_shape(op, name, weight, &[outputs, inputs])?;
-    Ok(outputs)
+    bias: Option<&Tensor>,
+    a: &Tensor,
+    b: &Tensor,
+    scale: f64,
+) -> Result<Tensor> {
+    apply(x, &AffineLayer::new(weight, bias).with_adapter(a, b, scale), None)
 }
 
-/// Applies the layer. `inputs` are x, the weight and, if there is one, the bias.
-fn fused<T: Float>(inputs: &[&Tensor], activation: Option<Activation>) -> Result<Tensor> {
-    let contiguous: Vec<_> =
-        inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
-    let inputs: Vec<_> = contiguous.iter().collect();
-    let affine = AffineLayer::new(inputs[1], inputs.get(2).copied());
-    let pre_activation =
-        affine.forward::<T>(CpuSlice::new(inputs[0]).as_slice()?, n_rows(inputs[0]))?;
-    let shape = affine.output_shape(inputs[0]);
+/// Applies a layer with or without an adapter.
+pub(crate) fn apply(
+    x: &Tensor,
+    layer: &AffineLayer,
+    activation: Option<Activation>,
+) -> Result<Tensor> {
+    layer.check(OP, NAMES, x, last_dim(OP, "x", x)?)?;
+    let inputs: Vec<_> = [("x", x)].into_iter().chain(layer.named(NAMES)).collect();
+    match Route::new(OP, &inputs)? {
+        Route::F32 => fused::<f32>(x, layer, activation),
+        Route::F64 => fused::<f64>(x, layer, activation),
+        Route::Half(half) => {
+            let y = fused::<f32>(&x.to_dtype(DType::F32)?, &layer.to_f32()?, activation)?;
+            Ok(y.to_dtype(half)?)
+        }
+        Route::Composed => {
+            let y = layer.composed(x)?;
+            Ok(activation.map_or(Ok(y.clone()), |form| composed::activation(&y, form))?)
+        }
+    }
+}
+
+fn fused<T: Float>(
+    x: &Tensor,
+    layer: &AffineLayer,
+    activation: Option<Activation>,
+) -> Result<Tensor> {
+    let x = x.contiguous()?;
+    let layer = layer.contiguous()?;
+    let inputs: Vec<_> = [&x].into_iter().chain(layer.tensors()).collect();
+    let pre_activation = layer.forward::<T>(CpuSlice::new(&x).as_slice()?, n_rows(&x))?;
     let tracked = inputs.iter().any(|input| input.track_op());
     let (y, saved) = activate(pre_activation, activation, tracked);
-    record(&inputs, y, shape, Linear { saved })
-}
-
-/// Returns the number of rows: the product of all dimensions but the last, since rows may have
-/// width 0.
-pub(crate) fn n_rows(x: &Tensor) -> usize {
-    x.dims()[..x.rank() - 1].iter().product()
-}
-
-/// The function x·weightᵀ + bias, with contiguous tensors.
-#[derive(Clone, Debug)]
-pub(crate) struct AffineLayer {
-    /// [outputs, inputs]
-    weight: Tensor,
-    /// \[outputs\]
-    bias: Option<Tensor>,
-}
-
-impl AffineLayer {
-    pub(crate) fn new(weight: &Tensor, bias: Option<&Tensor>) -> Self {
-        Self { weight: weight.clone(), bias: bias.cloned() }
-    }
-
-    /// Returns the weight, and the bias if there is one.
-    pub(crate) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
-        [&self.weight].into_iter().chain(&self.bias)
-    }
-
-    /// Returns the shape of the result for `x` [.., inputs].
-    pub(crate) fn output_shape(&self, x: &Tensor) -> Shape {
-        Shape::from([&x.dims()[..x.rank() - 1], &self.weight.dims()[..1]].concat())
-    }
-
-    /// Returns x·weightᵀ + bias for the rows of `x`.
-    pub(crate) fn forward<T: Float>(&self, x: &[T], rows: usize) -> Result<Vec<T>> {
-        let (outputs, inputs) = self.weight.dims2()?;
-        let weight = CpuSlice::new(&self.weight);
-        let weight = MatrixView::contiguous(weight.as_slice()?, outputs, inputs);
-        let mut y = product_of_rows(x, inputs, rows, weight.t());
-        if let Some(bias) = &self.bias {
-            add_bias(&mut y, CpuSlice::new(bias).as_slice()?);
-        }
-        Ok(y)
-    }
-
-    /// Returns the gradients of x, the weight and, if there is one, the bias, for the result's `grad`.
-    pub(crate) fn backward<T: Float>(&self, x: &Tensor, grad: &[T]) -> Result<Vec<Option<Tensor>>> {
-        let rows = n_rows(x);
-        let grad_x = x.track_op().then(|| cpu_tensor(self.backward_x(grad, rows)?, x.shape()));
-        let mut all = vec![grad_x.transpose()?];
-        all.extend(self.backward_parameters(CpuSlice::new(x).as_slice()?, grad, rows)?);
-        Ok(all)
-    }
-
-    /// Returns the gradient of x, for the result's `grad`.
-    pub(crate) fn backward_x<T: Float>(&self, grad: &[T], rows: usize) -> Result<Vec<T>> {
-        let (outputs, inputs) = self.weight.dims2()?;
-        let weight = CpuSlice::new(&self.weight);
-        let weight = MatrixView::contiguous(weight.as_slice()?, outputs, inputs);
-        Ok(product_of_rows(grad, outputs, rows, weight))
-    }
-
-    /// Returns the gradients of the weight and, if there is one, the bias. Frozen parameters are
-    /// skipped, which saves a product.
-    pub(crate) fn backward_parameters<T: Float>(
-        &self,
-        x: &[T],
-        grad: &[T],
-        rows: usize,
-    ) -> Result<Vec<Option<Tensor>>> {
-        let (outputs, inputs) = self.weight.dims2()?;
-        let grad_weight = self.weight.track_op().then(|| {
-            let grads = MatrixView::contiguous(grad, rows, outputs);
-            let x = MatrixView::contiguous(x, rows, inputs);
-            cpu_tensor(product(grads.t(), x, ProductThreads::Pool), self.weight.shape())
-        });
-        let mut all = vec![grad_weight.transpose()?];
-        if let Some(bias) = &self.bias {
-            let grad_bias =
-                bias.track_op().then(|| cpu_tensor(sum_rows(grad, outputs), bias.shape()));
-            all.push(grad_bias.transpose()?);
-        }
-        Ok(all)
-    }
+    let backward = Linear { layer: layer.clone(), saved };
+    record(&inputs, y, layer.output_shape(&x), backward)
 }
 
 /// Values stored for the gradient of an activation.
@@ -232,6 +179,7 @@ pub(crate) fn activate<T: Float>(
 }
 
 struct Linear<T> {
+    layer: AffineLayer,
     saved: SavedActivation<T>,
 }
 
@@ -267,6 +215,6 @@ impl<T: Float> Backward for Linear<T> {
             None => grad_y.as_slice()?,
             Some(grad) => grad,
         };
-        AffineLayer::new(inputs[1], inputs.get(2).copied()).backward(inputs[0], affine_grad)
+        self.layer.backward(inputs[0], affine_grad)
     }
 }

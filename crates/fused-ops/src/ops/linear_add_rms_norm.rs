@@ -4,6 +4,7 @@
 use candle_core::{DType, Tensor};
 
 use crate::{
+    affine::{AffineLayer, n_rows},
     autograd::{CpuSlice, MultiBackward, cpu_tensor, record_many},
     composed,
     error::Result,
@@ -11,11 +12,11 @@ use crate::{
         float::Float,
         norm::{self, Norm},
     },
-    ops::linear::{AffineLayer, check_weight, n_rows},
     route::{Route, check_shape, last_dim},
 };
 
 const OP: &str = "linear_add_rms_norm";
+const NAMES: [&str; 2] = ["weight", "bias"];
 
 /// Returns `residual` + x·weightᵀ and its [`rms_norm`](crate::rms_norm()):
 /// [`linear`](crate::linear()) and [`add_rms_norm`](crate::add_rms_norm) in one, as between attention
@@ -59,55 +60,71 @@ pub fn linear_add_rms_norm(
     norm_weight: &Tensor,
     epsilon: f64,
 ) -> Result<(Tensor, Tensor)> {
-    let hidden = check_weight(OP, "weight", weight, last_dim(OP, "x", x)?)?;
+    apply(x, &AffineLayer::new(weight, None), residual, norm_weight, epsilon)
+}
+
+/// Applies a layer with or without an adapter, and adds and normalizes.
+pub(crate) fn apply(
+    x: &Tensor,
+    layer: &AffineLayer,
+    residual: &Tensor,
+    norm_weight: &Tensor,
+    epsilon: f64,
+) -> Result<(Tensor, Tensor)> {
+    let hidden = layer.check(OP, NAMES, x, last_dim(OP, "x", x)?)?;
     let sum_shape = [&x.dims()[..x.rank() - 1], &[hidden]].concat();
     check_shape(OP, "residual", residual, &sum_shape)?;
     check_shape(OP, "norm_weight", norm_weight, &[hidden])?;
-    let inputs = [x, weight, residual, norm_weight];
-    let named_inputs =
-        [("x", x), ("weight", weight), ("residual", residual), ("norm_weight", norm_weight)];
-    match Route::new(OP, &named_inputs)? {
-        Route::F32 => fused::<f32>(inputs, epsilon),
-        Route::F64 => fused::<f64>(inputs, epsilon),
+    let inputs = [("x", x), ("residual", residual), ("norm_weight", norm_weight)];
+    let inputs: Vec<_> = inputs.into_iter().chain(layer.named(NAMES)).collect();
+    let inputs_of_norm = [residual, norm_weight];
+    match Route::new(OP, &inputs)? {
+        Route::F32 => fused::<f32>(x, layer, inputs_of_norm, epsilon),
+        Route::F64 => fused::<f64>(x, layer, inputs_of_norm, epsilon),
         Route::Half(half) => {
-            let inputs = inputs.map(|input| input.to_dtype(DType::F32));
-            let [x, weight, residual, norm_weight] = inputs;
-            let (sum, norm) = fused::<f32>([&x?, &weight?, &residual?, &norm_weight?], epsilon)?;
+            let [x, residual, norm_weight] =
+                [x, residual, norm_weight].map(|input| input.to_dtype(DType::F32));
+            let (sum, norm) =
+                fused::<f32>(&x?, &layer.to_f32()?, [&residual?, &norm_weight?], epsilon)?;
             Ok((sum.to_dtype(half)?, norm.to_dtype(half)?))
         }
         Route::Composed => {
-            let sum = (composed::linear(x, weight, None, None)? + residual)?;
+            let sum = (layer.composed(x)? + residual)?;
             let norm = composed::rms_norm(&sum, norm_weight, epsilon)?;
             Ok((sum, norm))
         }
     }
 }
 
-fn fused<T: Float>(inputs: [&Tensor; 4], epsilon: f64) -> Result<(Tensor, Tensor)> {
-    let mut contiguous = inputs.map(Tensor::clone);
-    for input in &mut contiguous {
-        *input = input.contiguous()?;
-    }
-    let [x, weight, residual, norm_weight] = contiguous.each_ref();
-    let affine = AffineLayer::new(weight, None);
+fn fused<T: Float>(
+    x: &Tensor,
+    layer: &AffineLayer,
+    [residual, norm_weight]: [&Tensor; 2],
+    epsilon: f64,
+) -> Result<(Tensor, Tensor)> {
+    let x = x.contiguous()?;
+    let layer = layer.contiguous()?;
+    let (residual, norm_weight) = (residual.contiguous()?, norm_weight.contiguous()?);
     let epsilon = T::round_from_f64(epsilon);
-    let product = affine.forward::<T>(CpuSlice::new(x).as_slice()?, n_rows(x))?;
-    let sum = norm::add(&product, CpuSlice::new(residual).as_slice()?);
+    let product = layer.forward::<T>(CpuSlice::new(&x).as_slice()?, n_rows(&x))?;
+    let sum = norm::add(&product, CpuSlice::new(&residual).as_slice()?);
     drop(product);
-    let y = norm::forward(Norm::Rms, &sum, CpuSlice::new(norm_weight).as_slice()?, None, epsilon);
+    let y = norm::forward(Norm::Rms, &sum, CpuSlice::new(&norm_weight).as_slice()?, None, epsilon);
     let shape = residual.shape();
-    if !contiguous.iter().any(Tensor::track_op) {
+    let inputs: Vec<_> =
+        [&x].into_iter().chain(layer.tensors()).chain([&residual, &norm_weight]).collect();
+    if !inputs.iter().any(|input| input.track_op()) {
         return Ok((cpu_tensor(sum, shape)?, cpu_tensor(y, shape)?));
     }
-    let (x, norm_weight) = (x.clone(), norm_weight.detach());
-    let backward = LinearAddRmsNorm { x, affine, norm_weight, epsilon };
-    let [sum, y] = record_many(&contiguous.each_ref(), [sum, y], shape, backward)?;
+    let (x, layer, norm_weight) = (x.clone(), layer.clone(), norm_weight.detach());
+    let backward = LinearAddRmsNorm { x, layer, norm_weight, epsilon };
+    let [sum, y] = record_many(&inputs, [sum, y], shape, backward)?;
     Ok((sum, y))
 }
 
 struct LinearAddRmsNorm<T> {
     x: Tensor,
-    affine: AffineLayer,
+    layer: AffineLayer,
     norm_weight: Tensor,
     epsilon: T,
 }
@@ -146,7 +163,7 @@ impl<T: Float> MultiBackward<2> for LinearAddRmsNorm<T> {
         grads: [Option<Tensor>; 2],
     ) -> Result<Vec<Option<Tensor>>> {
         let (grad_sum, grad_norm_weight) = self.sum_and_weight_grads(sum, grads)?;
-        let mut all = self.affine.backward::<T>(&self.x, CpuSlice::new(&grad_sum).as_slice()?)?;
+        let mut all = self.layer.backward::<T>(&self.x, CpuSlice::new(&grad_sum).as_slice()?)?;
         all.extend([Some(grad_sum), Some(grad_norm_weight)]);
         Ok(all)
     }

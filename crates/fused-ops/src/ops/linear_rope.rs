@@ -1,8 +1,9 @@
 //! A projection to queries or keys in one step: a linear layer with a rotated result.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use crate::{
+    affine::{AffineLayer, n_rows},
     autograd::{Backward, CpuSlice, record},
     composed,
     error::{Error, Result},
@@ -10,14 +11,12 @@ use crate::{
         float::Float,
         rope::{PairLayout, RotationDirection},
     },
-    ops::{
-        linear::{AffineLayer, check_layer, n_rows},
-        rope::{RopeAngles, check_angles},
-    },
-    route::{last_dim, route},
+    ops::rope::{RopeAngles, check_angles},
+    route::{Route, last_dim},
 };
 
 const OP: &str = "linear_rope";
+const NAMES: [&str; 2] = ["weight", "bias"];
 
 /// Projects `x` by [`linear`](crate::linear()) and rotates the heads by [`rope_thd`](crate::rope_thd),
 /// as Llama and its relatives compute queries and keys.
@@ -61,39 +60,35 @@ pub fn linear_rope(
     cos: &Tensor,
     sin: &Tensor,
 ) -> Result<Tensor> {
-    let (length, heads) = check(x, weight, bias, cos)?;
+    apply(x, &AffineLayer::new(weight, bias), cos, sin)
+}
+
+/// Projects by a layer with or without an adapter, and rotates.
+pub(crate) fn apply(x: &Tensor, layer: &AffineLayer, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    let (length, heads) = check(x, layer, cos)?;
     let half = cos.dims()[1];
     check_angles(OP, ("cos", cos), length, half)?;
     check_angles(OP, ("sin", sin), length, half)?;
     let cos = &cos.narrow(0, 0, length)?;
     let sin = &sin.narrow(0, 0, length)?;
-    let Some(bias) = bias else {
-        return route!(
-            "linear_rope",
-            [x, weight, cos, sin],
-            fused(&[x, weight], cos, sin),
-            composed::linear_rope([x, weight, cos, sin], None, heads),
-        );
-    };
-    route!(
-        "linear_rope",
-        [x, weight, bias, cos, sin],
-        fused(&[x, weight, bias], cos, sin),
-        composed::linear_rope([x, weight, cos, sin], Some(bias), heads),
-    )
+    let inputs = [("x", x), ("cos", cos), ("sin", sin)].into_iter().chain(layer.named(NAMES));
+    match Route::new(OP, &inputs.collect::<Vec<_>>())? {
+        Route::F32 => fused::<f32>(x, layer, cos, sin),
+        Route::F64 => fused::<f64>(x, layer, cos, sin),
+        Route::Half(half) => {
+            let [x, cos, sin] = [x, cos, sin].map(|tensor| tensor.to_dtype(DType::F32));
+            Ok(fused::<f32>(&x?, &layer.to_f32()?, &cos?, &sin?)?.to_dtype(half)?)
+        }
+        Route::Composed => Ok(composed::split_and_rotate(&layer.composed(x)?, heads, cos, sin)?),
+    }
 }
 
 /// Checks the shapes, and returns the number of positions and the number of heads.
-fn check(
-    x: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    cos: &Tensor,
-) -> Result<(usize, usize)> {
+fn check(x: &Tensor, layer: &AffineLayer, cos: &Tensor) -> Result<(usize, usize)> {
     let shape = |input, tensor: &Tensor, expected: String| {
         Err(Error::Shape { op: OP, input, found: tensor.dims().to_vec(), expected })
     };
-    let outputs = check_layer(OP, ("weight", weight), ("bias", bias), last_dim(OP, "x", x)?)?;
+    let outputs = layer.check(OP, NAMES, x, last_dim(OP, "x", x)?)?;
     let &[_, length, _] = x.dims() else {
         return shape("x", x, "[batch, length, inputs]".to_owned());
     };
@@ -102,30 +97,29 @@ fn check(
             Ok((length, outputs / (2 * half)))
         }
         [_, half] if half > 0 => {
-            shape("weight", weight, format!("rows that are a multiple of {}", 2 * half))
+            shape("weight", layer.weight(), format!("rows that are a multiple of {}", 2 * half))
         }
         _ => shape("cos", cos, "[positions, at least one pair]".to_owned()),
     }
 }
 
-/// Projects and rotates. `inputs` are x, the weight and, if there is one, the bias.
-fn fused<T: Float>(inputs: &[&Tensor], cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    let contiguous: Vec<_> =
-        inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
-    let inputs: Vec<_> = contiguous.iter().collect();
-    let affine = AffineLayer::new(inputs[1], inputs.get(2).copied());
-    let (batch, length, _) = inputs[0].dims3()?;
+fn fused<T: Float>(x: &Tensor, layer: &AffineLayer, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    let x = x.contiguous()?;
+    let layer = layer.contiguous()?;
+    let inputs: Vec<_> = [&x].into_iter().chain(layer.tensors()).collect();
+    let (batch, length, _) = x.dims3()?;
     let size = 2 * cos.dims()[1];
-    let heads = inputs[1].dims()[0] / size;
-    let projection =
-        affine.forward::<T>(CpuSlice::new(inputs[0]).as_slice()?, n_rows(inputs[0]))?;
+    let heads = layer.weight().dims()[0] / size;
+    let projection = layer.forward::<T>(CpuSlice::new(&x).as_slice()?, n_rows(&x))?;
     let angles = RopeAngles::new(cos, sin)?;
     let y = angles.rotate(&projection, PairLayout::Halves, heads, RotationDirection::Forward)?;
     let float = std::marker::PhantomData::<T>;
-    record(&inputs, y, (batch, length, heads, size).into(), LinearRope { angles, float })
+    let backward = LinearRope { layer: layer.clone(), angles, float };
+    record(&inputs, y, (batch, length, heads, size).into(), backward)
 }
 
 struct LinearRope<T> {
+    layer: AffineLayer,
     angles: RopeAngles,
     float: std::marker::PhantomData<T>,
 }
@@ -139,7 +133,6 @@ impl<T: Float> Backward for LinearRope<T> {
         y: &Tensor,
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
-        let x = inputs[0];
         let heads = y.dims()[2];
         let grad_y = CpuSlice::new(grad);
         let projection_grad = self.angles.rotate::<T>(
@@ -148,6 +141,6 @@ impl<T: Float> Backward for LinearRope<T> {
             heads,
             RotationDirection::Back,
         )?;
-        AffineLayer::new(inputs[1], inputs.get(2).copied()).backward(x, &projection_grad)
+        self.layer.backward(inputs[0], &projection_grad)
     }
 }

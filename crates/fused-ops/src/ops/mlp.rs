@@ -1,18 +1,21 @@
 //! A transformer's feed-forward network in one step: linear, activation, linear.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use crate::{
+    affine::{AffineLayer, n_rows},
     autograd::{CpuSlice, MultiBackward, cpu_tensor, record_many},
     composed,
     config::Activation,
     error::Result,
     kernels::{activation as kernel, float::Float},
-    ops::linear::{AffineLayer, SavedActivation, activate, check_layer, n_rows},
+    ops::linear::{SavedActivation, activate},
     route::{Route, last_dim},
 };
 
 const OP: &str = "mlp";
+const UP: [&str; 2] = ["up_weight", "up_bias"];
+const DOWN: [&str; 2] = ["down_weight", "down_bias"];
 
 /// Returns down(activation(up(x))): two [`linear`](crate::linear()) layers. The wide middle stays
 /// out of candle's graph.
@@ -56,81 +59,56 @@ pub fn mlp(
     down_weight: &Tensor,
     down_bias: Option<&Tensor>,
 ) -> Result<Tensor> {
-    let inputs = last_dim(OP, "x", x)?;
-    let width = check_layer(OP, ("up_weight", up_weight), ("up_bias", up_bias), inputs)?;
-    check_layer(OP, ("down_weight", down_weight), ("down_bias", down_bias), width)?;
-
-    let mut named_inputs = vec![("x", x), ("up_weight", up_weight), ("down_weight", down_weight)];
-    named_inputs.extend(up_bias.map(|bias| ("up_bias", bias)));
-    named_inputs.extend(down_bias.map(|bias| ("down_bias", bias)));
-    let layers =
-        MlpLayers { x, up: (up_weight, up_bias), activation, down: (down_weight, down_bias) };
-    match Route::new(OP, &named_inputs)? {
-        Route::F32 => layers.fused::<f32>(),
-        Route::F64 => layers.fused::<f64>(),
-        Route::Half(half) => layers.fused_in_f32(half),
-        Route::Composed => {
-            let middle = composed::linear(x, up_weight, up_bias, Some(activation))?;
-            Ok(composed::linear(&middle, down_weight, down_bias, None)?)
-        }
-    }
+    let up = AffineLayer::new(up_weight, up_bias);
+    apply(x, &up, activation, &AffineLayer::new(down_weight, down_bias))
 }
 
-/// The inputs, with checked shapes. Each layer has a weight and may have a bias.
-#[derive(Clone, Copy)]
-struct MlpLayers<'a> {
-    x: &'a Tensor,
-    up: (&'a Tensor, Option<&'a Tensor>),
+/// Applies two layers with or without adapters.
+pub(crate) fn apply(
+    x: &Tensor,
+    up: &AffineLayer,
     activation: Activation,
-    down: (&'a Tensor, Option<&'a Tensor>),
-}
-
-impl MlpLayers<'_> {
-    fn fused<T: Float>(self) -> Result<Tensor> {
-        let x = self.x.contiguous()?;
-        let up = contiguous_layer(self.up)?;
-        let down = contiguous_layer(self.down)?;
-        let inputs: Vec<&Tensor> =
-            [&x].into_iter().chain(up.tensors()).chain(down.tensors()).collect();
-        let tracked = inputs.iter().any(|input| input.track_op());
-
-        let rows = n_rows(&x);
-        let pre_activation = up.forward::<T>(CpuSlice::new(&x).as_slice()?, rows)?;
-        let (middle, saved) = activate(pre_activation, Some(self.activation), tracked);
-        let y = down.forward(&middle, rows)?;
-        let shape = down.output_shape(&x);
-        if !tracked {
-            return cpu_tensor(y, &shape);
+    down: &AffineLayer,
+) -> Result<Tensor> {
+    let width = up.check(OP, UP, x, last_dim(OP, "x", x)?)?;
+    down.check(OP, DOWN, x, width)?;
+    let named = [("x", x)].into_iter().chain(up.named(UP)).chain(down.named(DOWN));
+    match Route::new(OP, &named.collect::<Vec<_>>())? {
+        Route::F32 => fused::<f32>(x, up, activation, down),
+        Route::F64 => fused::<f64>(x, up, activation, down),
+        Route::Half(half) => {
+            let x = x.to_dtype(DType::F32)?;
+            Ok(fused::<f32>(&x, &up.to_f32()?, activation, &down.to_f32()?)?.to_dtype(half)?)
         }
-        let is_x_tracked = x.track_op();
-        let backward =
-            Mlp { x: x.detach(), is_x_tracked, up: up.clone(), middle, saved, down: down.clone() };
-        let [y] = record_many(&inputs, [y], &shape, backward)?;
-        Ok(y)
-    }
-
-    /// Computes like [`fused`](Self::fused), and rounds the result to `half` once.
-    fn fused_in_f32(self, half: candle_core::DType) -> Result<Tensor> {
-        let to_f32 = |tensor: &Tensor| tensor.to_dtype(candle_core::DType::F32);
-        let layer_to_f32 = |(weight, bias): (&Tensor, Option<&Tensor>)| {
-            candle_core::Result::Ok((to_f32(weight)?, bias.map(to_f32).transpose()?))
-        };
-        let x = to_f32(self.x)?;
-        let (up_weight, up_bias) = layer_to_f32(self.up)?;
-        let (down_weight, down_bias) = layer_to_f32(self.down)?;
-        let layers = MlpLayers {
-            x: &x,
-            up: (&up_weight, up_bias.as_ref()),
-            activation: self.activation,
-            down: (&down_weight, down_bias.as_ref()),
-        };
-        Ok(layers.fused::<f32>()?.to_dtype(half)?)
+        Route::Composed => Ok(down.composed(&composed::activation(&up.composed(x)?, activation)?)?),
     }
 }
 
-fn contiguous_layer((weight, bias): (&Tensor, Option<&Tensor>)) -> Result<AffineLayer> {
-    let bias = bias.map(Tensor::contiguous).transpose()?;
-    Ok(AffineLayer::new(&weight.contiguous()?, bias.as_ref()))
+fn fused<T: Float>(
+    x: &Tensor,
+    up: &AffineLayer,
+    activation: Activation,
+    down: &AffineLayer,
+) -> Result<Tensor> {
+    let x = x.contiguous()?;
+    let up = up.contiguous()?;
+    let down = down.contiguous()?;
+    let inputs: Vec<&Tensor> = [&x].into_iter().chain(up.tensors()).chain(down.tensors()).collect();
+    let tracked = inputs.iter().any(|input| input.track_op());
+
+    let rows = n_rows(&x);
+    let pre_activation = up.forward::<T>(CpuSlice::new(&x).as_slice()?, rows)?;
+    let (middle, saved) = activate(pre_activation, Some(activation), tracked);
+    let y = down.forward(&middle, rows)?;
+    let shape = down.output_shape(&x);
+    if !tracked {
+        return cpu_tensor(y, &shape);
+    }
+    let is_x_tracked = x.track_op();
+    let backward =
+        Mlp { x: x.detach(), is_x_tracked, up: up.clone(), middle, saved, down: down.clone() };
+    let [y] = record_many(&inputs, [y], &shape, backward)?;
+    Ok(y)
 }
 
 struct Mlp<T> {
@@ -168,17 +146,19 @@ impl<T: Float> MultiBackward<1> for Mlp<T> {
     ) -> Result<Vec<Option<Tensor>>> {
         let grad = grad.map_or_else(|| y.zeros_like(), Ok)?;
         let rows = n_rows(&self.x);
-        let grad_y = CpuSlice::new(&grad);
-        let mut grad_middle = self.down.backward_x(grad_y.as_slice()?, rows)?;
+        let grad_slice = CpuSlice::new(&grad);
+        let grad_y = self.down.output_grad(grad_slice.as_slice()?, rows)?;
+        let mut grad_middle = self.down.backward_x(&grad_y)?;
         self.multiply_by_slope(&mut grad_middle);
+        let grad_middle = self.up.output_grad(&grad_middle, rows)?;
         let grad_x = self
             .is_x_tracked
-            .then(|| cpu_tensor(self.up.backward_x(&grad_middle, rows)?, self.x.shape()));
+            .then(|| cpu_tensor(self.up.backward_x(&grad_middle)?, self.x.shape()));
         let x = CpuSlice::new(&self.x);
         // In the order of the inputs.
         let mut all = vec![grad_x.transpose()?];
-        all.extend(self.up.backward_parameters(x.as_slice()?, &grad_middle, rows)?);
-        all.extend(self.down.backward_parameters(&self.middle, grad_y.as_slice()?, rows)?);
+        all.extend(self.up.backward_parameters(x.as_slice()?, &grad_middle)?);
+        all.extend(self.down.backward_parameters(&self.middle, &grad_y)?);
         Ok(all)
     }
 }

@@ -1,17 +1,20 @@
 //! A gated feed-forward network in one step: two linear layers, SwiGLU, a linear layer.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use crate::{
+    affine::{AffineLayer, OutputGrad, n_rows},
     autograd::{CpuSlice, MultiBackward, cpu_tensor, record_many},
     composed,
     error::Result,
     kernels::{activation as kernel, float::Float, norm},
-    ops::linear::{AffineLayer, check_weight, n_rows},
-    route::{check_shape, last_dim, route},
+    route::{Route, check_shape, last_dim},
 };
 
 const OP: &str = "swiglu_mlp";
+const GATE: [&str; 2] = ["gate_weight", "gate_bias"];
+const UP: [&str; 2] = ["up_weight", "up_bias"];
+const DOWN: [&str; 2] = ["down_weight", "down_bias"];
 
 /// Returns down(silu(gate(x)) · up(x)), the feed-forward network of Llama and its relatives: three
 /// [`linear`](crate::linear()) layers around [`swiglu`](crate::swiglu()). The wide middle stays out
@@ -56,47 +59,66 @@ pub fn swiglu_mlp(
     down_weight: &Tensor,
     residual: Option<&Tensor>,
 ) -> Result<Tensor> {
-    let inputs = last_dim(OP, "x", x)?;
-    let width = check_weight(OP, "gate_weight", gate_weight, inputs)?;
-    check_shape(OP, "up_weight", up_weight, &[width, inputs])?;
-    let outputs = check_weight(OP, "down_weight", down_weight, width)?;
-    let Some(residual) = residual else {
-        return route!(
-            "swiglu_mlp",
-            [x, gate_weight, up_weight, down_weight],
-            fused(&[x, gate_weight, up_weight, down_weight]),
-            composed::swiglu_mlp(x, gate_weight, up_weight, down_weight, None),
-        );
-    };
-    check_shape(OP, "residual", residual, &[&x.dims()[..x.rank() - 1], &[outputs]].concat())?;
-    route!(
-        "swiglu_mlp",
-        [x, gate_weight, up_weight, down_weight, residual],
-        fused(&[x, gate_weight, up_weight, down_weight, residual]),
-        composed::swiglu_mlp(x, gate_weight, up_weight, down_weight, Some(residual)),
-    )
+    let weights = [gate_weight, up_weight, down_weight];
+    apply(x, weights.map(|weight| AffineLayer::new(weight, None)).each_ref(), residual)
 }
 
-/// Applies the network. `inputs` are x, the three weights and, if there is one, the residual.
-fn fused<T: Float>(inputs: &[&Tensor]) -> Result<Tensor> {
-    let contiguous: Vec<_> =
-        inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
-    let inputs: Vec<_> = contiguous.iter().collect();
-    let x = inputs[0];
-    let [gate, up, down] = [1, 2, 3].map(|layer| AffineLayer::new(inputs[layer], None));
+/// Applies the network of the layers gate, up and down, with or without adapters.
+pub(crate) fn apply(
+    x: &Tensor,
+    [gate, up, down]: [&AffineLayer; 3],
+    residual: Option<&Tensor>,
+) -> Result<Tensor> {
+    let inputs = last_dim(OP, "x", x)?;
+    let width = gate.check(OP, GATE, x, inputs)?;
+    up.check(OP, UP, x, inputs)?;
+    check_shape(OP, UP[0], up.weight(), &[width, inputs])?;
+    let outputs = down.check(OP, DOWN, x, width)?;
+    if let Some(residual) = residual {
+        check_shape(OP, "residual", residual, &[&x.dims()[..x.rank() - 1], &[outputs]].concat())?;
+    }
+    let named = [("x", x)].into_iter().chain(residual.map(|tensor| ("residual", tensor)));
+    let named = named.chain(gate.named(GATE)).chain(up.named(UP)).chain(down.named(DOWN));
+    match Route::new(OP, &named.collect::<Vec<_>>())? {
+        Route::F32 => fused::<f32>(x, [gate, up, down], residual),
+        Route::F64 => fused::<f64>(x, [gate, up, down], residual),
+        Route::Half(half) => {
+            let layers = [gate.to_f32()?, up.to_f32()?, down.to_f32()?];
+            let residual = residual.map(|tensor| tensor.to_dtype(DType::F32)).transpose()?;
+            let y = fused::<f32>(&x.to_dtype(DType::F32)?, layers.each_ref(), residual.as_ref())?;
+            Ok(y.to_dtype(half)?)
+        }
+        Route::Composed => {
+            let y = down.composed(&composed::swiglu(&gate.composed(x)?, &up.composed(x)?)?)?;
+            Ok(residual.map_or(Ok(y.clone()), |residual| y + residual)?)
+        }
+    }
+}
+
+fn fused<T: Float>(
+    x: &Tensor,
+    [gate, up, down]: [&AffineLayer; 3],
+    residual: Option<&Tensor>,
+) -> Result<Tensor> {
+    let x = &x.contiguous()?;
+    let [gate, up, down] = [gate.contiguous()?, up.contiguous()?, down.contiguous()?];
+    let residual = residual.map(Tensor::contiguous).transpose()?;
+    let parameters = gate.tensors().chain(up.tensors()).chain(down.tensors());
+    let inputs: Vec<_> = [x].into_iter().chain(parameters).chain(&residual).cloned().collect();
+    let inputs: Vec<_> = inputs.iter().collect();
     let rows = n_rows(x);
     let x_slice = CpuSlice::new(x);
     let gate_out = gate.forward::<T>(x_slice.as_slice()?, rows)?;
     let up_out = up.forward::<T>(x_slice.as_slice()?, rows)?;
     let mut y = down.forward(&kernel::swiglu(&gate_out, &up_out), rows)?;
-    if let Some(residual) = inputs.get(4) {
+    if let Some(residual) = &residual {
         y = norm::add(&y, CpuSlice::new(residual).as_slice()?);
     }
     let shape = down.output_shape(x);
     if !inputs.iter().any(|input| input.track_op()) {
         return cpu_tensor(y, &shape);
     }
-    let has_residual = inputs.len() == 5;
+    let has_residual = residual.is_some();
     let backward = SwiGluMlp { x: x.clone(), gate, gate_out, up, up_out, down, has_residual };
     let [y] = record_many(&inputs, [y], &shape, backward)?;
     Ok(y)
@@ -122,9 +144,9 @@ impl<T: Float> SwiGluMlp<T> {
     }
 
     /// Returns the gradient of x, summed over both layers.
-    fn grad_x(&self, grad_gate: &[T], grad_up: &[T], rows: usize) -> Result<Tensor> {
-        let through_gate = cpu_tensor(self.gate.backward_x(grad_gate, rows)?, self.x.shape())?;
-        let through_up = cpu_tensor(self.up.backward_x(grad_up, rows)?, self.x.shape())?;
+    fn grad_x(&self, grad_gate: &OutputGrad<'_, T>, grad_up: &OutputGrad<'_, T>) -> Result<Tensor> {
+        let through_gate = cpu_tensor(self.gate.backward_x(grad_gate)?, self.x.shape())?;
+        let through_up = cpu_tensor(self.up.backward_x(grad_up)?, self.x.shape())?;
         Ok((through_gate + through_up)?)
     }
 }
@@ -140,19 +162,21 @@ impl<T: Float> MultiBackward<1> for SwiGluMlp<T> {
         let grad = grad.map_or_else(|| y.zeros_like(), Ok)?;
         let rows = n_rows(&self.x);
         let grad_slice = CpuSlice::new(&grad);
-        let grad_y = grad_slice.as_slice()?;
-        let grad_product = self.down.backward_x(grad_y, rows)?;
+        let grad_y = self.down.output_grad(grad_slice.as_slice()?, rows)?;
+        let grad_product = self.down.backward_x(&grad_y)?;
         let (grad_gate, grad_up) = self.gate_and_up_grads(&grad_product);
         drop(grad_product);
         let product = kernel::swiglu(&self.gate_out, &self.up_out);
-        let grad_down = self.down.backward_parameters(&product, grad_y, rows)?;
+        let grad_down = self.down.backward_parameters(&product, &grad_y)?;
         drop(product);
-        let grad_x = self.x.track_op().then(|| self.grad_x(&grad_gate, &grad_up, rows));
+        let grad_gate = self.gate.output_grad(&grad_gate, rows)?;
+        let grad_up = self.up.output_grad(&grad_up, rows)?;
+        let grad_x = self.x.track_op().then(|| self.grad_x(&grad_gate, &grad_up));
         let x = CpuSlice::new(&self.x);
         // In the order of the inputs.
         let mut all = vec![grad_x.transpose()?];
-        all.extend(self.gate.backward_parameters(x.as_slice()?, &grad_gate, rows)?);
-        all.extend(self.up.backward_parameters(x.as_slice()?, &grad_up, rows)?);
+        all.extend(self.gate.backward_parameters(x.as_slice()?, &grad_gate)?);
+        all.extend(self.up.backward_parameters(x.as_slice()?, &grad_up)?);
         all.extend(grad_down);
         all.extend(self.has_residual.then(|| Some(grad.clone())));
         Ok(all)

@@ -11,5 +11,6 @@
 mod agreement;
 mod bits;
 mod edge_cases;
+mod frozen;
 mod gradients;
 mod support;

@@ -3,11 +3,12 @@
 use candle_core::{DType, Device, Tensor, Var};
 
 use crate::{
+    affine::AffineLayer,
     composed,
     config::{Activation, AttentionConfig, DropoutKey},
     error::Result,
     kernels::{cross_entropy::RowTarget, dropout::DropSpec, rope::PairLayout},
-    ops::cross_entropy::CrossEntropyConfig,
+    ops::{cross_entropy::CrossEntropyConfig, linear_add_rms_norm, mlp, swiglu_mlp},
 };
 
 /// A function of tensors, fused or composed.
@@ -116,6 +117,7 @@ pub(super) fn row_cases(rows: usize, width: usize) -> Vec<OpCase> {
     cases.extend(add_norm_cases(x, width));
     cases.extend(ACTIVATIONS.map(|form| activation_case(x, form)));
     cases.extend(linear_cases(rows, width));
+    cases.extend(lora_cases(rows, width));
     cases.extend(mlp_cases(rows, width));
     cases.extend(swiglu_mlp_cases(rows, width));
     cases.extend(linear_add_rms_norm_cases(rows, width));
@@ -217,6 +219,61 @@ fn linear_cases(rows: usize, width: usize) -> Vec<OpCase> {
         )
     }));
     cases
+}
+
+/// Returns layers with adapters, alone and in the operations that contain layers. Their weights are
+/// frozen, so both forms have no gradient of them.
+fn lora_cases(rows: usize, width: usize) -> Vec<OpCase> {
+    let x = &[rows, width][..];
+    let adapted: [&[usize]; 4] = [x, &[5, width], &[3, width], &[5, 3]];
+    let rest: [&[usize]; 4] = [&[5, width], &[4, 5], &[2, 5], &[4, 2]];
+    let two_layers = [adapted, rest].concat();
+    let one_layer: [&[usize]; 6] = [x, adapted[1], adapted[2], adapted[3], &[5], &[rows, 5]];
+    let layer = |t: &[Tensor]| AffineLayer::new(&t[1], None).with_adapter(&t[2], &t[3], 0.5);
+    let lora = |t: &[Tensor]| crate::lora_linear(&t[0], &t[1], None, &t[2], &t[3], 0.5);
+    let second = |t: &[Tensor]| AffineLayer::new(&t[5], None).with_adapter(&t[6], &t[7], 2.0);
+    let apply_second = |middle: &Tensor, t: &[Tensor]| -> candle_core::Result<Tensor> {
+        Ok(crate::lora_linear(middle, &t[5], None, &t[6], &t[7], 2.0)?)
+    };
+    vec![
+        OpCase::new(
+            "lora_linear",
+            &one_layer[..5],
+            |t| crate::lora_linear(&t[0], &t[1], Some(&t[4]), &t[2], &t[3], 0.5),
+            |t| {
+                let low = composed::linear(&t[0], &t[2], None, None)?;
+                let adapted = (composed::linear(&low, &t[3], None, None)? * 0.5)?;
+                composed::linear(&t[0], &t[1].detach(), Some(&t[4]), None)? + adapted
+            },
+        ),
+        OpCase::new(
+            "linear_add_rms_norm with an adapter",
+            &one_layer,
+            move |t| {
+                let both = linear_add_rms_norm::apply(&t[0], &layer(t), &t[5], &t[4], 1e-5)?;
+                Ok(one_or_both(2, both)?)
+            },
+            move |t| one_or_both(2, crate::add_rms_norm(&lora(t)?, &t[5], &t[4], 1e-5)?),
+        ),
+        OpCase::new(
+            "swiglu_mlp with adapters",
+            &two_layers,
+            move |t| {
+                let up = AffineLayer::new(&t[4], None);
+                swiglu_mlp::apply(&t[0], [&layer(t), &up, &second(t)], None)
+            },
+            move |t| {
+                let up = crate::linear(&t[0], &t[4], None, None)?;
+                apply_second(&crate::swiglu(&lora(t)?, &up)?, t)
+            },
+        ),
+        OpCase::new(
+            "mlp with adapters",
+            &two_layers,
+            move |t| mlp::apply(&t[0], &layer(t), Activation::Silu, &second(t)),
+            move |t| apply_second(&crate::silu(&lora(t)?)?, t),
+        ),
+    ]
 }
 
 /// Returns cases of the operation alone; its parts have separate cases.
@@ -369,7 +426,8 @@ fn linear_rope_cases(batch: usize, heads: usize, length: usize, half: usize) -> 
             },
             move |t| {
                 let [cos, sin] = angles(&t[0])?;
-                composed::linear_rope([&t[0], &t[1], &cos, &sin], t.get(2), heads)
+                let y = composed::linear(&t[0], &t[1], t.get(2), None)?;
+                composed::split_and_rotate(&y, heads, &cos, &sin)
             },
         )
     };

@@ -1,0 +1,391 @@
+//! The function of a linear layer: its product, with a bias and a low-rank adapter.
+
+use std::borrow::Cow;
+
+use candle_core::{DType, Shape, Tensor};
+
+use crate::{
+    autograd::{CpuSlice, cpu_tensor},
+    composed,
+    custom::with_backward,
+    error::{Error, Result},
+    kernels::{
+        float::Float,
+        linear::{add_bias, sum_rows},
+        low_rank::{LowRankMatrix, sum_products, transposed},
+        matmul::{
+            MatrixLayout, MatrixView, ProductThreads, StoreMode, multiply_in_pool, padded_rows,
+            product, product_of_rows,
+        },
+    },
+    route::{Route, check_shape},
+};
+
+/// The rows of a frozen weight that are widened at once: enough for fast products, and a small part
+/// of the weight.
+const BLOCK_ROWS: usize = 256;
+
+/// The function x·weightᵀ + bias, and with an adapter + scale·(x·Aᵀ)·Bᵀ.
+///
+/// The weight of a layer with an adapter is frozen: it has no gradient, and may have another dtype
+/// than the other tensors. The kernels widen it by blocks of rows.
+#[derive(Clone, Debug)]
+pub(crate) struct AffineLayer {
+    /// [outputs, inputs]
+    weight: Tensor,
+    /// \[outputs\]
+    bias: Option<Tensor>,
+    adapter: Option<Adapter>,
+}
+
+/// A low-rank addition to a weight: scale·B·A.
+#[derive(Clone, Debug)]
+struct Adapter {
+    /// [rank, inputs]
+    a: Tensor,
+    /// [outputs, rank]
+    b: Tensor,
+    scale: f64,
+}
+
+/// A tensor with its name in errors.
+type Named<'a> = (&'static str, &'a Tensor);
+
+impl AffineLayer {
+    pub(crate) fn new(weight: &Tensor, bias: Option<&Tensor>) -> Self {
+        Self { weight: weight.clone(), bias: bias.cloned(), adapter: None }
+    }
+
+    /// Freezes the weight, and adds an adapter with the matrices `a` and `b`.
+    pub(crate) fn with_adapter(self, a: &Tensor, b: &Tensor, scale: f64) -> Self {
+        let adapter = Adapter { a: a.clone(), b: b.clone(), scale };
+        Self { weight: self.weight.detach(), adapter: Some(adapter), ..self }
+    }
+
+    pub(crate) fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// Checks the shapes for a number of inputs, and whether an adapter fits the tensor `x` that the
+    /// operation gets. Returns the number of outputs.
+    pub(crate) fn check(
+        &self,
+        op: &'static str,
+        [weight_name, bias_name]: [&'static str; 2],
+        x: &Tensor,
+        inputs: usize,
+    ) -> Result<usize> {
+        let Some(&outputs) = self.weight.dims().first() else {
+            let expected = format!("[outputs, {inputs}]");
+            return Err(Error::Shape { op, input: weight_name, found: Vec::new(), expected });
+        };
+        check_shape(op, weight_name, &self.weight, &[outputs, inputs])?;
+        if let Some(bias) = &self.bias {
+            check_shape(op, bias_name, bias, &[outputs])?;
+        }
+        if let Some(Adapter { a, b, .. }) = &self.adapter {
+            let rank = a.dims().first().copied().unwrap_or_default();
+            check_shape(op, "a", a, &[rank, inputs])?;
+            check_shape(op, "b", b, &[outputs, rank])?;
+            Route::new(op, &[(weight_name, &self.weight)])?;
+            let x = Some(("x", x)).filter(|_| !is_half(x.dtype()));
+            Route::new(op, &x.into_iter().chain([("a", a), ("b", b)]).collect::<Vec<_>>())?;
+        }
+        Ok(outputs)
+    }
+
+    /// Returns the tensors that must have the dtype of the layer's input.
+    pub(crate) fn named(&self, [weight, bias]: [&'static str; 2]) -> Vec<Named<'_>> {
+        let weight = Some((weight, &self.weight)).filter(|_| self.adapter.is_none());
+        weight.into_iter().chain(self.bias.as_ref().map(|tensor| (bias, tensor))).collect()
+    }
+
+    /// Returns the layer with its tensors in single precision, except for a frozen weight.
+    pub(crate) fn to_f32(&self) -> Result<Self> {
+        self.map(|tensor| tensor.to_dtype(DType::F32), self.adapter.is_some())
+    }
+
+    /// Returns the layer with contiguous tensors.
+    pub(crate) fn contiguous(&self) -> Result<Self> {
+        self.map(Tensor::contiguous, false)
+    }
+
+    fn map(
+        &self,
+        f: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
+        keeps_weight: bool,
+    ) -> Result<Self> {
+        let weight = if keeps_weight { self.weight.clone() } else { f(&self.weight)? };
+        let adapter = match &self.adapter {
+            Some(Adapter { a, b, scale }) => Some(Adapter { a: f(a)?, b: f(b)?, scale: *scale }),
+            None => None,
+        };
+        Ok(Self { weight, bias: self.bias.as_ref().map(f).transpose()?, adapter })
+    }
+
+    /// Returns the tensors that may have gradients: weight, bias, A and B. A frozen weight is left
+    /// out.
+    pub(crate) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        let weight = Some(&self.weight).filter(|_| self.adapter.is_none());
+        let matrices = self.adapter.iter().flat_map(|adapter| [&adapter.a, &adapter.b]);
+        weight.into_iter().chain(&self.bias).chain(matrices)
+    }
+
+    /// Returns the shape of the result for `x` [.., inputs].
+    pub(crate) fn output_shape(&self, x: &Tensor) -> Shape {
+        Shape::from([&x.dims()[..x.rank() - 1], &self.weight.dims()[..1]].concat())
+    }
+
+    /// Returns the result for the rows of `x`.
+    pub(crate) fn forward<T: Float>(&self, x: &[T], rows: usize) -> Result<Vec<T>> {
+        let mut y = self.weight_product(x, rows)?;
+        if let Some(bias) = &self.bias {
+            add_bias(&mut y, CpuSlice::new(bias).as_slice()?);
+        }
+        if let Some(adapter) = &self.adapter {
+            let low = adapter.reduce_inputs(x, rows)?;
+            adapter.with_transposed_b(|b| b.expand_add(&mut y, &low, rows))?;
+        }
+        Ok(y)
+    }
+
+    /// Prepares the gradient of the result for the gradients of inputs and parameters.
+    pub(crate) fn output_grad<'a, T: Float>(
+        &self,
+        grad: &'a [T],
+        rows: usize,
+    ) -> Result<OutputGrad<'a, T>> {
+        let low = self.adapter.as_ref().map(|adapter| adapter.reduce_grad(grad, rows));
+        Ok(OutputGrad { grad, low: low.transpose()?.unwrap_or_default(), rows })
+    }
+
+    /// Returns the gradients of x and of [`tensors`](Self::tensors), for the result's `grad`.
+    pub(crate) fn backward<T: Float>(&self, x: &Tensor, grad: &[T]) -> Result<Vec<Option<Tensor>>> {
+        let grad = self.output_grad(grad, n_rows(x))?;
+        let grad_x = x.track_op().then(|| cpu_tensor(self.backward_x(&grad)?, x.shape()));
+        let mut all = vec![grad_x.transpose()?];
+        all.extend(self.backward_parameters(CpuSlice::new(x).as_slice()?, &grad)?);
+        Ok(all)
+    }
+
+    /// Returns the gradient of x.
+    pub(crate) fn backward_x<T: Float>(&self, grad: &OutputGrad<'_, T>) -> Result<Vec<T>> {
+        let mut grad_x = self.weight_product_back(grad.grad, grad.rows)?;
+        if let Some(adapter) = &self.adapter {
+            adapter.with_a(|a| a.expand_add(&mut grad_x, &grad.low, grad.rows))?;
+        }
+        Ok(grad_x)
+    }
+
+    /// Returns the gradients of [`tensors`](Self::tensors). Those of frozen parameters are skipped,
+    /// which saves products.
+    pub(crate) fn backward_parameters<T: Float>(
+        &self,
+        x: &[T],
+        grad: &OutputGrad<'_, T>,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let rows = grad.rows;
+        let (outputs, inputs) = self.weight.dims2()?;
+        let grads = MatrixView::contiguous(grad.grad, rows, outputs);
+        let mut all = Vec::new();
+        if self.adapter.is_none() {
+            let x = MatrixView::contiguous(x, rows, inputs);
+            all.push(grad_of(&self.weight, || Ok(product(grads.t(), x, ProductThreads::Pool)))?);
+        }
+        if let Some(bias) = &self.bias {
+            all.push(grad_of(bias, || Ok(sum_rows(grad.grad, outputs)))?);
+        }
+        if let Some(adapter) = &self.adapter {
+            let rank = adapter.a.dims()[0];
+            all.push(grad_of(&adapter.a, || Ok(sum_products(&grad.low, rank, x, inputs, rows)))?);
+            all.push(grad_of(&adapter.b, || {
+                let low = adapter.reduce_inputs(x, rows)?;
+                Ok(transposed(&sum_products(&low, rank, grad.grad, outputs, rows), outputs))
+            })?);
+        }
+        Ok(all)
+    }
+
+    /// Returns x·weightᵀ.
+    fn weight_product<T: Float>(&self, x: &[T], rows: usize) -> Result<Vec<T>> {
+        let (outputs, inputs) = self.weight.dims2()?;
+        if self.weight.dtype() == T::DTYPE {
+            return Ok(product_of_rows(x, inputs, rows, Matrix::new(&self.weight)?.view()?.t()));
+        }
+        // The last block is the smallest.
+        let last_block = (outputs + BLOCK_ROWS - 1) % BLOCK_ROWS + 1;
+        let x = PaddedRows::new(x, rows, inputs, last_block);
+        let mut y = vec![T::ZERO; x.rows * outputs];
+        self.for_each_block(|start, block: MatrixView<'_, T>| {
+            let layout = MatrixLayout::rows(x.rows, block.rows(), outputs);
+            let out = &mut y[start..];
+            multiply_in_pool(out, layout, x.columns(0, inputs), block.t(), StoreMode::Set);
+        })?;
+        y.truncate(rows * outputs);
+        Ok(y)
+    }
+
+    /// Returns grad·weight.
+    fn weight_product_back<T: Float>(&self, grad: &[T], rows: usize) -> Result<Vec<T>> {
+        let (outputs, inputs) = self.weight.dims2()?;
+        if self.weight.dtype() == T::DTYPE {
+            return Ok(product_of_rows(grad, outputs, rows, Matrix::new(&self.weight)?.view()?));
+        }
+        let grad = PaddedRows::new(grad, rows, outputs, inputs);
+        let mut grad_x = vec![T::ZERO; grad.rows * inputs];
+        self.for_each_block(|start, block: MatrixView<'_, T>| {
+            let layout = MatrixLayout::rows(grad.rows, inputs, inputs);
+            let grad = grad.columns(start, block.rows());
+            multiply_in_pool(&mut grad_x, layout, grad, block, StoreMode::Add);
+        })?;
+        grad_x.truncate(rows * inputs);
+        Ok(grad_x)
+    }
+
+    /// Calls `f` with blocks of the weight's rows, widened to `T`, and the index of their first row.
+    fn for_each_block<T: Float>(&self, mut f: impl FnMut(usize, MatrixView<'_, T>)) -> Result<()> {
+        let outputs = self.weight.dims()[0];
+        for start in (0..outputs).step_by(BLOCK_ROWS) {
+            let rows = BLOCK_ROWS.min(outputs - start);
+            let block = self.weight.narrow(0, start, rows)?.to_dtype(T::DTYPE)?;
+            f(start, Matrix::new(&block)?.view()?);
+        }
+        Ok(())
+    }
+
+    /// Returns the result by candle's operations.
+    ///
+    /// Without the kernels, a frozen weight of another dtype is widened whole for the time of a
+    /// product.
+    pub(crate) fn composed(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let bias = self.bias.as_ref();
+        let Some(Adapter { a, b, scale }) = &self.adapter else {
+            return composed::linear(x, &self.weight, bias, None);
+        };
+        let dtype = if is_half(x.dtype()) { DType::F32 } else { x.dtype() };
+        let wide = x.to_dtype(dtype)?;
+        let low = wide.broadcast_matmul(&a.to_dtype(dtype)?.t()?)?;
+        let adapted = (low.broadcast_matmul(&b.to_dtype(dtype)?.t()?)? * *scale)?;
+        let y = (frozen_product(&wide, &self.weight)? + adapted)?;
+        let y = bias.map_or(Ok(y.clone()), |bias| y.broadcast_add(&bias.to_dtype(dtype)?))?;
+        y.to_dtype(x.dtype())
+    }
+}
+
+impl Adapter {
+    /// Returns scale·x·Aᵀ.
+    fn reduce_inputs<T: Float>(&self, x: &[T], rows: usize) -> Result<Vec<T>> {
+        Ok(self.scaled(self.with_a(|a| a.reduce(x, rows))?))
+    }
+
+    /// Returns scale·grad·B.
+    fn reduce_grad<T: Float>(&self, grad: &[T], rows: usize) -> Result<Vec<T>> {
+        Ok(self.scaled(self.with_transposed_b(|b| b.reduce(grad, rows))?))
+    }
+
+    fn with_a<T: Float, R>(&self, f: impl FnOnce(LowRankMatrix<'_, T>) -> R) -> Result<R> {
+        let (rank, inputs) = self.a.dims2()?;
+        Ok(f(LowRankMatrix::new(CpuSlice::new(&self.a).as_slice()?, rank, inputs)))
+    }
+
+    fn with_transposed_b<T: Float, R>(
+        &self,
+        f: impl FnOnce(LowRankMatrix<'_, T>) -> R,
+    ) -> Result<R> {
+        let (outputs, rank) = self.b.dims2()?;
+        let items = transposed(CpuSlice::new(&self.b).as_slice()?, rank);
+        Ok(f(LowRankMatrix::new(&items, rank, outputs)))
+    }
+
+    fn scaled<T: Float>(&self, mut items: Vec<T>) -> Vec<T> {
+        let scale = T::round_from_f64(self.scale);
+        for item in &mut items {
+            *item *= scale;
+        }
+        items
+    }
+}
+
+/// The gradient of a layer's result.
+pub(crate) struct OutputGrad<'a, T> {
+    grad: &'a [T],
+    /// scale·grad·B [rows, rank], empty without an adapter.
+    low: Vec<T>,
+    rows: usize,
+}
+
+/// The elements of a contiguous matrix.
+struct Matrix<'a> {
+    slice: CpuSlice<'a>,
+    rows: usize,
+    columns: usize,
+}
+
+impl<'a> Matrix<'a> {
+    fn new(tensor: &'a Tensor) -> Result<Self> {
+        let (rows, columns) = tensor.dims2()?;
+        Ok(Self { slice: CpuSlice::new(tensor), rows, columns })
+    }
+
+    fn view<T: Float>(&self) -> Result<MatrixView<'_, T>> {
+        Ok(MatrixView::contiguous(self.slice.as_slice()?, self.rows, self.columns))
+    }
+}
+
+/// Rows, followed by so many rows of zeros that the bits of a row do not depend on their number.
+struct PaddedRows<'a, T: Clone> {
+    items: Cow<'a, [T]>,
+    rows: usize,
+    width: usize,
+}
+
+impl<'a, T: Float> PaddedRows<'a, T> {
+    /// Pads rows for products of at least this many columns.
+    fn new(items: &'a [T], rows: usize, width: usize, columns: usize) -> Self {
+        let padded = padded_rows(rows, columns);
+        let mut items = Cow::from(items);
+        if padded > rows {
+            items.to_mut().resize(padded * width, T::ZERO);
+        }
+        Self { items, rows: padded, width }
+    }
+
+    /// Returns some columns of all rows.
+    fn columns(&self, start: usize, columns: usize) -> MatrixView<'_, T> {
+        let items = self.items.get(start..).unwrap_or_default();
+        MatrixView::new(items, MatrixLayout::rows(self.rows, columns, self.width))
+    }
+}
+
+/// Returns a gradient of a parameter, or `None` if it is frozen.
+fn grad_of<T: Float>(
+    parameter: &Tensor,
+    grad: impl FnOnce() -> Result<Vec<T>>,
+) -> Result<Option<Tensor>> {
+    if !parameter.track_op() {
+        return Ok(None);
+    }
+    cpu_tensor(grad()?, parameter.shape()).map(Some)
+}
+
+/// Returns x·weightᵀ by candle's operations, with a gradient of `x` only. candle's own product would
+/// make one of the weight too.
+fn frozen_product(x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
+    let dtype = x.dtype();
+    let y = x.detach().broadcast_matmul(&weight.to_dtype(dtype)?.t()?)?;
+    let weight = weight.clone();
+    let y = with_backward(&[x], &y, move |_, grad| {
+        Ok(vec![Some(grad.broadcast_matmul(&weight.to_dtype(dtype)?)?)])
+    });
+    Ok(y?)
+}
+
+fn is_half(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16)
+}
+
+/// Returns the number of rows: the product of all dimensions but the last, since rows may have
+/// width 0.
+pub(crate) fn n_rows(x: &Tensor) -> usize {
+    x.dims()[..x.rank() - 1].iter().product()
+}
