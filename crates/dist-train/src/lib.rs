@@ -44,7 +44,7 @@ pub use crate::{
     },
     grad::{ValueAndGrad, value_and_grad},
     gradient_report::{GradientReport, PrefixCheck, Verdict},
-    lora::{Lora, linear::LoraLinear, save::PretrainedFiles},
+    lora::{Lora, save::PretrainedFiles},
     loss::{Loss, Weight},
     metrics::{
         MeanLoss, StepMetrics,

@@ -8,7 +8,7 @@ use std::{
     sync::Arc,
 };
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use core_types::Fingerprint;
 use fsdp_plan::{ParameterInfo, Pattern, source};
 
@@ -140,6 +140,12 @@ impl StoredWeights {
     #[doc(hidden)]
     pub fn contains(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
+    }
+
+    /// Returns the dtype of a tensor in its file, or `None` without such a tensor.
+    #[doc(hidden)]
+    pub fn dtype(&self, name: &str) -> Option<DType> {
+        self.tensors.get(name).map(|tensor| tensor.items.dtype())
     }
 
     /// Checks that these are the weights of a model: every parameter exists, with its shape and a

@@ -7,12 +7,13 @@ use std::{
 
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
+use fused_ops::layers::Linear;
 
 use crate::{
     error::lora::LoraError,
     lora::{
         Lora,
-        matrices::{adapter_dtype, add_adapter, declare_matrices, layer_of, matrix_names},
+        matrices::{WEIGHT, adapter_dtype, add_adapter, declare_matrices, layer_of, matrix_names},
     },
     parameters::declare::Declared,
 };
@@ -85,14 +86,16 @@ impl SimpleBackend for &AdapterDeclarer<'_> {
         dtype: DType,
         _: &Device,
     ) -> Result<Tensor> {
-        let weight = self.inner.get_with_hints_dtype(shape.clone(), name, init, dtype)?;
-        let Some(layer) = layer_of(name) else { return Ok(weight) };
-        let targets = self.lora.config.targets_of(layer);
-        if !targets.is_empty() {
-            self.declare(layer, &shape, dtype)?;
-            let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
-            found.targets.extend(targets.into_iter().cloned());
-        }
+        let layer = layer_of(name);
+        let targets = layer.map(|layer| self.lora.config.targets_of(layer)).unwrap_or_default();
+        let Some(layer) = layer.filter(|_| !targets.is_empty()) else {
+            return self.inner.get_with_hints_dtype(shape, name, init, dtype);
+        };
+        let base_dtype = self.lora.base_dtype.unwrap_or(dtype);
+        let weight = self.inner.get_with_hints_dtype(shape.clone(), name, init, base_dtype)?;
+        self.declare(layer, &shape, dtype)?;
+        let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        found.targets.extend(targets.into_iter().cloned());
         Ok(weight)
     }
 
@@ -105,33 +108,40 @@ impl SimpleBackend for &AdapterDeclarer<'_> {
     }
 }
 
-/// A builder that returns the sum of weight and adapter for each layer with an adapter.
+/// A builder that offers weight and adapter of each adapted layer under PEFT's names, and their sum
+/// under the name of the weight.
 ///
 /// A layer has an adapter if the parameters of the adapter exist. The targets are not matched
 /// again, because a unit sees only the ends of layer names.
 pub(crate) struct AdapterComposer<'a> {
     inner: VarBuilder<'a>,
-    rank: usize,
     scale: f64,
+    base_dtype: Option<DType>,
 }
 
 impl<'a> AdapterComposer<'a> {
-    pub(crate) fn builder(inner: VarBuilder<'a>, rank: usize, scale: f64) -> VarBuilder<'a> {
+    pub(crate) fn builder(lora: &Lora, inner: VarBuilder<'a>) -> VarBuilder<'a> {
         let (dtype, device) = (inner.dtype(), inner.device().clone());
-        VarBuilder::from_backend(Box::new(Self { inner, rank, scale }), dtype, device)
+        let (scale, base_dtype) = (lora.config.scale(), lora.base_dtype);
+        VarBuilder::from_backend(Box::new(Self { inner, scale, base_dtype }), dtype, device)
+    }
+
+    /// Returns the name of the weight, if this is the name that an adapted layer has for it.
+    fn base_name(&self, name: &str) -> Option<String> {
+        let layer = name.strip_suffix(Linear::BASE_WEIGHT)?;
+        let [a, _] = matrix_names(layer.strip_suffix('.').unwrap_or(layer));
+        self.inner.contains_tensor(&a).then(|| format!("{layer}{WEIGHT}"))
     }
 
     /// Returns the parameter, or its sum with the adapter if there is one.
     fn compose(&self, name: &str, parameter: Tensor) -> Result<Tensor> {
-        let Some(layer) = layer_of(name) else { return Ok(parameter) };
-        let [a, b] = matrix_names(layer);
-        if !self.inner.contains_tensor(&a) {
+        let matrices = layer_of(name).map(matrix_names);
+        let Some([a, b]) = matrices.filter(|[a, _]| self.inner.contains_tensor(a)) else {
             return Ok(parameter);
-        }
-        let (n_out, n_in) = parameter.dims2()?;
+        };
         let dtype = parameter.dtype();
-        let a = self.inner.get_with_hints_dtype((self.rank, n_in), &a, Init::default(), dtype)?;
-        let b = self.inner.get_with_hints_dtype((n_out, self.rank), &b, Init::default(), dtype)?;
+        let a = self.inner.get_unchecked_dtype(&a, dtype)?;
+        let b = self.inner.get_unchecked_dtype(&b, dtype)?;
         add_adapter(&parameter, &a, &b, self.scale)
     }
 }
@@ -145,14 +155,23 @@ impl SimpleBackend for AdapterComposer<'_> {
         dtype: DType,
         _: &Device,
     ) -> Result<Tensor> {
-        self.compose(name, self.inner.get_with_hints_dtype(shape, name, init, dtype)?)
+        match self.base_name(name) {
+            Some(weight) => {
+                let dtype = self.base_dtype.unwrap_or(dtype);
+                self.inner.get_with_hints_dtype(shape, &weight, init, dtype)
+            }
+            None => self.compose(name, self.inner.get_with_hints_dtype(shape, name, init, dtype)?),
+        }
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, _: &Device) -> Result<Tensor> {
+        if name.ends_with(Linear::LORA_SCALE) {
+            return Tensor::new(self.scale, &Device::Cpu);
+        }
         self.compose(name, self.inner.get_unchecked_dtype(name, dtype)?)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
-        self.inner.contains_tensor(name)
+        self.base_name(name).is_some() || self.inner.contains_tensor(name)
     }
 }

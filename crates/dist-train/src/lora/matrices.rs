@@ -10,7 +10,8 @@ pub(crate) const FILE: &str = "adapter_model.safetensors";
 /// The prefix that PEFT adds to names of the model.
 pub(crate) const FILE_PREFIX: &str = "base_model.model.";
 
-const WEIGHT: &str = "weight";
+/// The inner name of a layer's weight.
+pub(crate) const WEIGHT: &str = "weight";
 const A: &str = "lora_A.weight";
 const B: &str = "lora_B.weight";
 
@@ -74,10 +75,16 @@ pub(crate) fn add_adapter(weight: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -
     weight + b.matmul(&(a * scale)?)?
 }
 
-/// Like [`add_adapter`], for tensors without gradients; rounds only the result.
-pub(crate) fn merge_adapter(weight: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
-    let dtype = weight.dtype();
-    let [weight, a, b] = [weight, a, b].map(|tensor| tensor.to_dtype(adapter_dtype(dtype)));
+/// Like [`add_adapter`], for tensors without gradients; rounds only the result, to `dtype`.
+pub(crate) fn merge_adapter(
+    weight: &Tensor,
+    a: &Tensor,
+    b: &Tensor,
+    scale: f64,
+    dtype: DType,
+) -> Result<Tensor> {
+    let computed = adapter_dtype(weight.dtype());
+    let [weight, a, b] = [weight, a, b].map(|tensor| tensor.to_dtype(computed));
     add_adapter(&weight?, &a?, &b?, scale)?.to_dtype(dtype)
 }
 

@@ -1,25 +1,24 @@
-//! Low-rank adapters: small trained matrices next to the frozen weights of a model.
+//! Low-rank adapters: small trained matrices beside the frozen weights of a model.
 //!
 //! The weight `W` [outputs, inputs] of a linear layer becomes `W + alpha / rank · B · A` (Hu et
 //! al., arXiv 2106.09685). Names, initial values and files follow Hugging Face's PEFT.
 
 mod builders;
 pub(crate) mod config;
-pub(crate) mod linear;
 pub(crate) mod matrices;
 pub(crate) mod save;
 
 use std::{ops::Range, path::Path, sync::Arc};
 
-use candle_core::{Device, Result as CandleResult, Tensor};
+use candle_core::{DType, Device, Result as CandleResult, Tensor};
 use candle_nn::VarBuilder;
 use dist_checkpoint::{ParameterError, StoredWeights, TensorInfo, support::AllowedNames};
+use fused_ops::layers::Linear;
 
 use self::{
     builders::{AdapterComposer, AdapterDeclarer},
     config::AdapterConfig,
-    linear::LoraLinear,
-    matrices::{FILE, FILE_PREFIX},
+    matrices::{FILE, FILE_PREFIX, adapter_dtype, declare_matrices},
 };
 use crate::{
     error::{Error, Result, lora::LoraError},
@@ -35,19 +34,22 @@ use crate::{
 /// PEFT. Its `target_modules` are the `targets` here: full names of layers, or their last
 /// components.
 ///
-/// There are two ways, with equal results up to rounding:
+/// [`adapt`](Self::adapt) declares the adapters of any model, and [`unit`](Self::unit) gives them to
+/// its layers where a loss uses them, as with the [`Units`](crate::Units) of
+/// [`DataParallel`](crate::DataParallel) or [`FullyShard`](crate::FullyShard). Neither changes the
+/// code of the model:
 ///
-/// - **Any model**, without a change to its code, if its layers are built where a loss uses them,
-///   as with the [`Units`](crate::Units) of [`DataParallel`](crate::DataParallel) or
-///   [`FullyShard`](crate::FullyShard). [`adapt`](Self::adapt) declares the adapters, and
-///   [`unit`](Self::unit) gives layers the sum in place of the weight. The graph of a unit contains
-///   two more matrices of the size of each weight, and the backward pass computes the gradient of
-///   the full sum, so a step takes as long as a step that trains all weights. Half-precision
-///   weights are rejected, because the sum would be rounded to their dtype.
-/// - **Your own model** with the layer [`linear`](Self::linear), which multiplies by A and then by
-///   B. Its graph contains two more tensors of the size of the result, and no gradient of the
-///   weight's size. With four layers of 1024 inputs and outputs on one core, a step on 128 tokens
-///   takes 46 ms instead of 81, and on 2048 tokens 0.61 s instead of 0.72.
+/// - **Layers of fused-ops** ([`Linear`], `Attention`, `SwiGlu`, `Mlp`) multiply by A and then by B,
+///   like [`lora_linear`](fused_ops::lora_linear()). No tensor of the weight's size is made, and the
+///   base weights may stay in the half precision of their file
+///   ([`with_base_dtype`](Self::with_base_dtype)).
+/// - **Other layers**, such as candle-nn's, get the sum in place of the weight, with equal results up
+///   to rounding. The graph of a unit then contains two more matrices of the size of each weight, and
+///   the backward pass computes the gradient of the full sum, so a step takes as long as a step that
+///   trains all weights.
+///
+/// Half-precision models are rejected, because the sum would be rounded to their dtype. Mixed
+/// precision works. Without units, [`linear`](Self::linear) makes a [`Linear`] with its adapter.
 ///
 /// # Examples
 ///
@@ -83,6 +85,8 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct Lora {
     config: AdapterConfig,
+    /// The dtype of the base weights; `None` if it is the model's.
+    base_dtype: Option<DType>,
     /// The matrices in the folder, if the adapters were opened.
     saved: Option<Arc<StoredWeights>>,
 }
@@ -113,7 +117,7 @@ impl Lora {
         if targets.is_empty() {
             return Err(LoraError::NoTargets.into());
         }
-        Ok(Self { config: AdapterConfig { targets, rank, alpha }, saved: None })
+        Ok(Self { config: AdapterConfig { targets, rank, alpha }, base_dtype: None, saved: None })
     }
 
     /// Opens the adapters in a folder written by [`adapters`](Self::adapters) or PEFT. Building a
@@ -132,6 +136,17 @@ impl Lora {
         let AdapterConfig { targets, rank, alpha } = AdapterConfig::read(folder)?;
         let saved = StoredWeights::open(folder.join(FILE))?.without_prefix(FILE_PREFIX);
         Ok(Self { saved: Some(Arc::new(saved)), ..Self::new(targets.to_vec(), rank, alpha)? })
+    }
+
+    /// Stores the weights of adapted layers in `dtype`, such as the [`DType::BF16`] of their file,
+    /// while the model computes in its own.
+    ///
+    /// Layers of fused-ops widen such a weight by blocks, forward and backward. So half precision
+    /// halves its memory, and a sharded model's traffic, without a change of values. Slots on one
+    /// device share it. Other layers widen it whole.
+    #[must_use]
+    pub fn with_base_dtype(self, dtype: DType) -> Self {
+        Self { base_dtype: Some(dtype), ..self }
     }
 
     /// Returns the names of the adapted layers.
@@ -182,8 +197,8 @@ impl Lora {
         }
     }
 
-    /// Wraps a function for [`Units::unit`](crate::Units::unit) so that its layers get the sum of
-    /// weight and adapter in place of the weight.
+    /// Wraps a function for [`Units::unit`](crate::Units::unit) so that its layers get their
+    /// adapters: see [`Lora`].
     pub fn unit<X, R, F>(
         &self,
         f: F,
@@ -191,16 +206,16 @@ impl Lora {
     where
         F: Fn(VarBuilder<'_>, &X) -> CandleResult<R> + Clone + Send + Sync,
     {
-        let (rank, scale) = (self.rank(), self.config.scale());
-        move |vb, x| f(AdapterComposer::builder(vb, rank, scale), x)
+        let lora = self.clone();
+        move |vb, x| f(AdapterComposer::builder(&lora, vb), x)
     }
 
     /// Creates a linear layer with weight, bias and adapter, for your own models. The layer has an
     /// adapter under any name, but to save [`adapters`](Self::adapters) it must be one of the
     /// targets.
     ///
-    /// Weight and bias have the dtype of `vb`. A and B have at least single precision, because
-    /// updates are often too small for half precision.
+    /// Weight and bias have the dtype of `vb`, and the weight is frozen. A and B have at least single
+    /// precision, because updates are often too small for half precision.
     ///
     /// # Errors
     ///
@@ -224,9 +239,9 @@ impl Lora {
         in_dim: usize,
         out_dim: usize,
         vb: VarBuilder<'_>,
-    ) -> CandleResult<LoraLinear> {
+    ) -> CandleResult<Linear> {
         let base = fused_ops::layers::linear(in_dim, out_dim, vb.clone())?;
-        LoraLinear::new(self, base, &vb)
+        self.add_adapter(base, &vb)
     }
 
     /// Creates a layer like [`linear`](Self::linear), without a bias.
@@ -240,9 +255,19 @@ impl Lora {
         in_dim: usize,
         out_dim: usize,
         vb: VarBuilder<'_>,
-    ) -> CandleResult<LoraLinear> {
+    ) -> CandleResult<Linear> {
         let base = fused_ops::layers::linear_no_bias(in_dim, out_dim, vb.clone())?;
-        LoraLinear::new(self, base, &vb)
+        self.add_adapter(base, &vb)
+    }
+
+    /// Adds the adapter in `vb` to a layer.
+    fn add_adapter(&self, base: Linear, vb: &VarBuilder<'_>) -> CandleResult<Linear> {
+        let dtype = adapter_dtype(base.weight().dtype());
+        let matrices = declare_matrices("", self.rank(), base.weight().dims2()?.into(), dtype);
+        let [a, b] = matrices.map(|Declared { name, shape, init, dtype }| {
+            vb.get_with_hints_dtype(shape, &name, init, dtype)
+        });
+        Ok(base.with_adapter(&a?, &b?, self.config.scale()))
     }
 
     /// Returns the values of [opened](Self::open) adapters, for

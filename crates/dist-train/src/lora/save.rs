@@ -138,7 +138,7 @@ pub(crate) fn save(
             let (_, base) = with_adapters(parameters, &config)?;
             let scale = config.scale();
             target.write(infos(&base, dtype)?, max_bytes, |name| {
-                typed(merged(name, scale, parameters, &whole))
+                typed(merged(name, (scale, dtype), parameters, &whole))
             })
         }
         SavedContent::Adapters(config) => {
@@ -185,10 +185,10 @@ fn with_adapters<'a>(
     Ok((adapters, others))
 }
 
-/// Returns a parameter with its adapter merged, if it has one.
+/// Returns a parameter with its adapter merged, if it has one: in its own dtype, if none is given.
 fn merged(
     name: &str,
-    scale: f64,
+    (scale, dtype): (f64, Option<DType>),
     parameters: &[ParameterInfo],
     whole: impl Fn(&str) -> Result<Tensor>,
 ) -> Result<Tensor> {
@@ -200,7 +200,9 @@ fn merged(
     // Gather all three before returning an error: gathering is collective, so all processes must do
     // it.
     let [weight, a, b] = [name, &a, &b].map(whole);
-    matrices::merge_adapter(&weight?, &a?, &b?, scale).doing("merging an adapter")
+    let weight = weight?;
+    let dtype = dtype.unwrap_or(weight.dtype());
+    matrices::merge_adapter(&weight, &a?, &b?, scale, dtype).doing("merging an adapter")
 }
 
 #[cfg(test)]

@@ -40,7 +40,7 @@ fn plain_loss(folder: &Path, x: Tensor) -> f64 {
 #[test]
 fn files_contain_adapters_or_sums() {
     let (lora, mesh) = (lora(), DeviceMesh::cpu(2).unwrap());
-    let loss = loss_by_units(&lora);
+    let loss = loss_by_units(&lora, block);
     let mut model = sharded(&mesh, &lora);
     for step in 0..5 {
         model.step(batch(step), &loss).unwrap();
@@ -107,7 +107,7 @@ fn bf16_weights_merge_in_f32() {
 #[test]
 fn checkpoints_contain_only_adapters() {
     let lora = lora();
-    let loss = loss_by_units(&lora);
+    let loss = loss_by_units(&lora, block);
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model = sharded(&mesh, &lora);
     for step in 0..3 {

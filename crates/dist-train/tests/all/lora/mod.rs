@@ -9,6 +9,7 @@ use candle_nn::{Linear, Module, Optimizer, VarBuilder, linear, linear_no_bias};
 use dist_train::{
     DataParallel, DistributedModel, FullyShard, Group, Lora, ParamsSgd, Sgd, UnitRules, Units,
 };
+use fused_ops::layers;
 use pmap_mesh::{DeviceMesh, Replica};
 
 pub(crate) const BLOCKS: usize = 2;
@@ -20,21 +21,28 @@ pub(crate) fn lora() -> Lora {
 }
 
 pub(crate) fn model(vb: VarBuilder<'_>) -> Result<Vec<(Linear, Linear)>> {
-    (0..BLOCKS).map(|n| layers(vb.pp(format!("h.{n}")))).collect()
+    (0..BLOCKS).map(|n| block_layers(vb.pp(format!("h.{n}")))).collect()
 }
 
-pub(crate) fn layers(vb: VarBuilder<'_>) -> Result<(Linear, Linear)> {
+pub(crate) fn block_layers(vb: VarBuilder<'_>) -> Result<(Linear, Linear)> {
     Ok((linear(4, 6, vb.pp("mlp.up"))?, linear_no_bias(6, 4, vb.pp("mlp.down"))?))
 }
 
 /// Runs a block; the code has no reference to adapters.
 pub(crate) fn block(vb: VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
-    let (up, down) = layers(vb)?;
+    let (up, down) = block_layers(vb)?;
     down.forward(&up.forward(x)?.tanh()?)
+}
+
+/// Runs the block with layers that apply adapters themselves.
+pub(crate) fn fused_block(vb: VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
+    let up = layers::linear(4, 6, vb.pp("mlp.up"))?;
+    layers::linear_no_bias(6, 4, vb.pp("mlp.down"))?.forward(&up.forward(x)?.tanh()?)
 }
 
 pub(crate) fn loss_by_units(
     lora: &Lora,
+    block: fn(VarBuilder<'_>, &Tensor) -> Result<Tensor>,
 ) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Clone + Send + Sync + 'static {
     let block = lora.unit(block);
     move |_: &Replica, model: &Units, mut x: Tensor| {

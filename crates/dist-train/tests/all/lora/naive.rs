@@ -5,11 +5,13 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Module, Optimizer, VarBuilder};
-use dist_train::{DataParallel, Lora, LoraLinear};
+use dist_train::{DataParallel, Lora};
 use fused_ops::layers::Linear;
 use pmap_mesh::{DeviceMesh, Replica};
 
-use super::{BLOCKS, RATE, batch, lora, loss, loss_by_units, sgd, sharded, whole};
+use super::{
+    BLOCKS, RATE, batch, block, fused_block, lora, loss, loss_by_units, sgd, sharded, whole,
+};
 
 const STEPS: usize = 20;
 
@@ -64,35 +66,57 @@ fn check_close((found, values): &Outcome, (expected, expected_values): &Outcome)
     }
 }
 
-/// Copies the values, because later steps change the variables.
+/// Copies the values in double precision, because later steps change the variables.
 fn copied(values: NamedValues) -> NamedValues {
-    values.into_iter().map(|(name, value)| (name, value.copy().unwrap())).collect()
+    let copy = |value: Tensor| value.to_dtype(DType::F64).unwrap().copy().unwrap();
+    values.into_iter().map(|(name, value)| (name, copy(value))).collect()
 }
 
-#[test]
-fn both_layouts_match_the_formula() {
-    let lora = lora();
-    let loss = loss_by_units(&lora);
+/// Trains both layouts and compares them with the formula and, to the bit, with each other.
+fn check_layouts(lora: &Lora, block: fn(VarBuilder<'_>, &Tensor) -> Result<Tensor>) {
+    let loss = loss_by_units(lora, block);
     for slots in [1, 2, 4] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
-        let mut model = whole(&mesh, &lora);
+        let mut model = whole(&mesh, lora);
         let start = copied(model.parameters().unwrap());
         let expected = naive(&start, 1.5).unwrap();
         let moved = expected.1["h.0.mlp.up.lora_B.weight"].abs().unwrap().max_all().unwrap();
         assert!(moved.to_scalar::<f64>().unwrap() > 0.01, "{moved}");
-        let losses = (0..STEPS).map(|step| model.step(batch(step), &loss).unwrap().loss).collect();
-        check_close(&(losses, model.parameters().unwrap()), &expected);
+        let losses: Vec<f64> =
+            (0..STEPS).map(|step| model.step(batch(step), &loss).unwrap().loss).collect();
+        check_close(&(losses.clone(), copied(model.parameters().unwrap())), &expected);
 
-        let mut model = sharded(&mesh, &lora);
-        let losses = (0..STEPS).map(|step| model.step(batch(step), &loss).unwrap().loss).collect();
+        let mut model = sharded(&mesh, lora);
+        let sharded_losses: Vec<f64> =
+            (0..STEPS).map(|step| model.step(batch(step), &loss).unwrap().loss).collect();
+        assert_eq!(sharded_losses, losses);
         let gathered =
             start.keys().map(|name| (name.clone(), model.parameter(name).unwrap())).collect();
-        check_close(&(losses, gathered), &expected);
+        check_close(&(losses, copied(gathered)), &expected);
     }
 }
 
+#[test]
+fn both_layouts_match_the_formula() {
+    check_layouts(&lora(), block);
+    check_layouts(&lora(), fused_block);
+}
+
+#[test]
+fn half_precision_bases_match_the_formula() {
+    let lora = lora().with_base_dtype(DType::BF16);
+    let model = whole(&DeviceMesh::cpu(1).unwrap(), &lora);
+    let dtype = |name: &str| model.parameters().unwrap()[name].dtype();
+    assert_eq!(
+        ["up.weight", "up.bias", "down.weight"].map(|name| dtype(&format!("h.0.mlp.{name}"))),
+        [DType::BF16, DType::F64, DType::F64]
+    );
+    check_layouts(&lora, block);
+    check_layouts(&lora, fused_block);
+}
+
 struct AdaptedBlock {
-    up: LoraLinear,
+    up: Linear,
     down: Linear,
 }
 
@@ -148,7 +172,7 @@ fn bf16_weights_have_f32_adapters() {
         [DType::BF16, DType::F32, DType::F32]
     );
     let x = Tensor::ones((4, 64), DType::BF16, &Device::Cpu).unwrap();
-    let step = model.step(x, |_: &Replica, layer: &LoraLinear, x| {
+    let step = model.step(x, |_: &Replica, layer: &Linear, x| {
         let y = layer.forward(&x)?;
         assert_eq!(y.dtype(), DType::BF16);
         y.to_dtype(DType::F32)?.mean_all()
