@@ -277,6 +277,14 @@ fn adapters_have_peft_format() {
     model.train("halves", &halves);
     model.train("sharded-halves", &[&halves[..], &["--strategy", "full"]].concat());
     assert_eq!(model.losses("sharded-halves"), model.losses("halves"));
+
+    // The base of adapters keeps the half precision of its file.
+    model.train("half-base", &["--steps", "1", "--init", "3", "--dtype", "bf16"]);
+    let base = model.path("half-base/model");
+    let lora = ["--steps", "4", "--model", &base, "--lora", "2"];
+    model.train("frozen-halves", &lora);
+    model.train("sharded-frozen-halves", &[&lora[..], &["--strategy", "full"]].concat());
+    assert_eq!(model.losses("sharded-frozen-halves"), model.losses("frozen-halves"));
 }
 
 #[test]
@@ -531,7 +539,7 @@ fn dry_run_predicts_memory_and_traffic() {
     let (new, texts) = (model.path("new"), model.path("texts"));
     let dry = ["train", "--model", &new, "--data", &texts, "--init", "3", "--dry-run"];
     let printed = text(&[&dry[..], &["--strategy", "full", "--lora", "2"]].concat());
-    assert!(printed.contains("weights with adapters") && printed.contains("all_gather"));
+    assert!(printed.contains("gathered parameters") && printed.contains("all_gather"));
     let limited = [&dry[..], &["--memory-limit", "1MiB"]].concat();
     rejects(&limited, &["this process would take up to", "--memory-limit"]);
 }

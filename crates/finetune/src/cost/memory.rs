@@ -1,7 +1,5 @@
 //! Prediction of the memory of a training process.
 
-use std::collections::BTreeSet;
-
 use core_types::{Rank, WorldSize};
 use dyn_batch::Batch;
 use fsdp_plan::{ParameterInfo, cost::RankCost};
@@ -105,7 +103,6 @@ impl Workload<'_> {
             None => self.whole_terms(),
             Some(sharding) => self.sharded_terms(sharding)?,
         });
-        terms.extend(self.adapted_bytes().map(|bytes| ("weights with adapters", bytes)));
         terms.extend(self.is_packed.then(|| ("masks of packed rows", self.mask_bytes())));
         terms.push(("kernels and allocator", self.retained_bytes()));
         let terms = terms
@@ -151,7 +148,7 @@ impl Workload<'_> {
     /// the optimizer state among them.
     fn whole_terms(&self) -> Vec<(&'static str, u128)> {
         let numel = |parameter: &ParameterInfo| u128::from(parameter.numel());
-        let all: u128 = self.parameters.iter().map(numel).sum();
+        let all: u128 = self.parameters.iter().map(|parameter| self.stored_bytes(parameter)).sum();
         let devices = self.n_devices();
         // Besides the returned gradients, the backward pass has two tensors whenever it adds a gradient:
         // zeros, and the sum.
@@ -160,10 +157,8 @@ impl Workload<'_> {
         let trained: u128 = trained.map(numel).sum();
         let single = Precision::F32.bytes();
         let item = self.precision.bytes();
-        // A model that computes in half precision also has rounded copies of its parameters.
-        let copies = if item < single { item } else { 0 };
         vec![
-            ("parameters", all * (single + copies)),
+            ("parameters", all),
             ("gradients of each device, and their sum", trained * (devices * item + single)),
             ("optimizer state", trained * 2 * single),
             ("gradient temporaries", devices * 2 * largest * item),
@@ -203,30 +198,12 @@ impl Workload<'_> {
         Ok(terms)
     }
 
-    /// Returns the bytes that adapters add to the graphs of blocks, or `None` without adapters.
-    /// Each weight adds the product, the scaled product, the sum, and its gradient.
-    fn adapted_bytes(&self) -> Option<u128> {
-        let adapted: BTreeSet<&str> = self
-            .parameters
-            .iter()
-            .filter_map(|parameter| adapted_layer(parameter.name()))
-            .collect();
-        if adapted.is_empty() {
-            return None;
-        }
-        let mut numel = 0;
-        for parameter in self.parameters {
-            let layer = parameter.name().strip_suffix(".weight");
-            if layer.is_some_and(|layer| adapted.contains(layer)) {
-                numel += u128::from(parameter.numel());
-            }
-        }
-        // A sharded model that stores only inputs has the graph of one block at a time.
-        let in_graphs = match self.sharding {
-            Some(Sharding { keep: Keep::Inputs, .. }) => numel / self.sizes.layers as u128,
-            Some(Sharding { keep: Keep::Graph | Keep::Gathered, .. }) | None => numel,
-        };
-        Some(self.n_devices() * 4 * in_graphs * self.precision.bytes())
+    /// Returns the bytes of a parameter of an unsharded model. One that is stored in single precision
+    /// also has a copy in the half precision that the model computes in.
+    fn stored_bytes(&self, parameter: &ParameterInfo) -> u128 {
+        let bytes = u128::from(parameter.bytes());
+        let computed = u128::from(parameter.numel()) * self.precision.bytes();
+        if computed < bytes { bytes + computed } else { bytes }
     }
 
     /// Returns the bytes of a token in the forward and the backward pass of `layers` layers.
@@ -319,11 +296,6 @@ impl Workload<'_> {
         let length = batches.iter().map(|batch| batch.padded_length).fold(0, u64::max);
         (rows.div_ceil(self.world_size).into(), length.into())
     }
-}
-
-/// Returns the layer of an adapter's parameter, or `None` for other parameters.
-fn adapted_layer(name: &str) -> Option<&str> {
-    name.strip_suffix(".lora_A.weight")
 }
 
 /// Returns the bytes of a parameter in single precision.

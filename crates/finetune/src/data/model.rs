@@ -2,8 +2,9 @@
 
 use candle_core::{DType, Device, Result as CandleResult};
 use candle_nn::VarBuilder;
+use dist_checkpoint::support::elem_of;
 use dist_train::{Declared, Lora, Loss, UnitRules, Units, declare};
-use fsdp_plan::{ElemType, ParameterInfo};
+use fsdp_plan::ParameterInfo;
 
 use crate::{
     data::dataset::{BatchTensors, RowPacking},
@@ -88,21 +89,38 @@ impl Model {
     /// # Errors
     ///
     /// [`SpecError::UnknownLayer`] if an adapter names a layer that the model does not have.
+    #[expect(clippy::expect_used, reason = "models have floating-point parameters only")]
     pub(crate) fn parameters(&self) -> Result<Vec<ParameterInfo>> {
-        // Only a layer named by adapters can be missing: all other layers follow from the
-        // configuration.
-        let mut declared = declare(|vb| self.declare(&vb), DType::F32, &Device::Cpu)
-            .map_err(|cause| SpecError::UnknownLayer { cause })?;
+        let mut declared = self.declared()?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
         let mut parameters = Vec::with_capacity(declared.len());
-        for Declared { name, shape, .. } in declared {
+        for Declared { name, shape, dtype, .. } in declared {
             let is_trained = self.lora().is_none() || is_adapter_parameter(&name);
             let unit = unit_name(&name);
             let dims: Vec<u64> = shape.dims().iter().map(|&size| size as u64).collect();
-            let info = ParameterInfo::new(name, dims, ElemType::F32)?;
+            let elem = elem_of(dtype).expect("the planner knows all floating-point dtypes");
+            let info = ParameterInfo::new(name, dims, elem)?;
             parameters.push(info.with_requires_grad(is_trained).with_unit(unit));
         }
         Ok(parameters)
+    }
+
+    /// Returns the names of the weights with adapters.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`parameters`](Self::parameters).
+    pub(crate) fn adapted_weights(&self) -> Result<Vec<String>> {
+        let declared = self.declared()?;
+        let layers = declared.iter().filter_map(|found| found.name.strip_suffix(".lora_A.weight"));
+        Ok(layers.map(|layer| format!("{layer}.weight")).collect())
+    }
+
+    fn declared(&self) -> Result<Vec<Declared>> {
+        // Only a layer named by adapters can be missing: all other layers follow from the
+        // configuration.
+        let declared = declare(|vb| self.declare(&vb), DType::F32, &Device::Cpu);
+        Ok(declared.map_err(|cause| SpecError::UnknownLayer { cause })?)
     }
 
     /// Returns the sizes that determine the memory per token.

@@ -10,11 +10,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use candle_core::DType;
 use core_types::{
     Fingerprint, Seed, WorldSize,
     files::{self as atomic, AtomicFile},
 };
-use dist_checkpoint::support::footer;
+use dist_checkpoint::{StoredWeights, support::footer};
 use dyn_batch::{Batch, DynamicBatchStrategy, Packing, PaddingReport};
 use fsdp_plan::ParameterInfo;
 use serde::{Deserialize, Serialize};
@@ -172,10 +173,31 @@ impl Spec {
     /// [`SpecError::Model`] if the model is not supported, or an error of [`Recipe::adapters`].
     pub(crate) fn trained_model(&self) -> Result<Model> {
         let llama = self.finetune.llama()?;
-        Ok(Model(match self.recipe.adapters(&ADAPTED)? {
-            Some(lora) => llama.with_lora(lora),
-            None => llama,
-        }))
+        let Some(lora) = self.recipe.adapters(&ADAPTED)? else { return Ok(Model(llama)) };
+        let model = Model(llama.clone().with_lora(lora.clone()));
+        Ok(match self.base_dtype(&model)? {
+            Some(dtype) => Model(llama.with_lora(lora.with_base_dtype(dtype))),
+            None => model,
+        })
+    }
+
+    /// Returns the half precision in which the pretrained weights contain all adapted layers, or
+    /// `None` if they do not.
+    fn base_dtype(&self, model: &Model) -> Result<Option<DType>> {
+        // A run without readable weights fails where it reads them.
+        let weights = self.pretrained().and_then(|path| StoredWeights::open(path).ok());
+        let Some(weights) = weights else { return Ok(None) };
+        let mut common = None;
+        for name in model.adapted_weights()? {
+            let dtype = weights.dtype(&name);
+            if !matches!(dtype, Some(DType::BF16 | DType::F16))
+                || common.is_some_and(|c| c != dtype)
+            {
+                return Ok(None);
+            }
+            common = Some(dtype);
+        }
+        Ok(common.flatten())
     }
 
     /// Returns the folder of the pretrained weights, or `None` for random weights.
