@@ -5,7 +5,9 @@
 //! cargo bench -p benches --bench llama -- FOLDER [form] [slots] [rows] [length] [steps]
 //! ```
 //!
-//! Forms are `units` under data parallel, and `sharded`, `graph` and `gathered` as in `step.rs`.
+//! Forms are `units` under data parallel, and `sharded`, `graph` and `gathered` as in `step.rs`. With
+//! the prefix `lora-` only adapters of rank 8 on all linear layers are trained; `lora-half-` also
+//! stores their weights in `bf16`.
 //! Prints one line: minimum and median time of a step, tokens per second at the median, processor
 //! time per step, peak memory of the process, and the losses of the first two steps and the last.
 
@@ -18,9 +20,9 @@ use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
     finetune::models::{Llama, LlamaConfig, Tokens},
     mesh::{DeviceMesh, Replica, init_threads},
-    train::{AdamW, DataParallel, FullyShard, Group, Keep, Units},
+    train::{AdamW, DataParallel, FullyShard, Group, Keep, Lora, Units},
 };
-use candle_nn::{Optimizer, ParamsAdamW};
+use candle_nn::{Optimizer, ParamsAdamW, VarBuilder};
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -62,28 +64,41 @@ fn adam(group: Group) -> candle_core::Result<AdamW> {
     AdamW::new(group.vars, ParamsAdamW { lr: 1e-3, ..ParamsAdamW::default() })
 }
 
+/// Returns the adapters, if the form trains adapters.
+fn adapters(form: &str) -> Outcome<Option<Lora>> {
+    const LAYERS: [&str; 7] =
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+    let lora = Lora::new(LAYERS, 8, 16.0)?;
+    Ok(match form.strip_prefix("lora-") {
+        Some(form) if form.starts_with("half-") => Some(lora.with_base_dtype(DType::BF16)),
+        Some(_) => Some(lora),
+        None => None,
+    })
+}
+
 fn build_step(config: &BenchConfig, llama: &Llama, mesh: &DeviceMesh) -> Outcome<TrainStep> {
     let own_llama = llama.clone();
     let loss = move |_: &Replica, model: &Units, (ids, labels): (Tensor, Tensor)| {
         own_llama.loss(model, &Tokens::rows(ids), &labels)
     };
-    let keep = match config.form.as_str() {
-        "units" => {
-            let builder = DataParallel::builder(mesh, |vb| llama.declare(&vb));
-            let builder = builder.by_units(llama.units()).weights(&config.folder);
-            let mut model = builder.build(adam)?;
-            return Ok(Box::new(move |batch| Ok(model.step(batch, loss.clone())?.loss)));
-        }
-        "sharded" => Keep::Inputs,
-        "graph" => Keep::Graph,
-        "gathered" => Keep::Gathered,
+    let layout = config.form.rsplit('-').next();
+    let keep = match layout.unwrap_or_default() {
+        "units" => None,
+        "sharded" => Some(Keep::Inputs),
+        "graph" => Some(Keep::Graph),
+        "gathered" => Some(Keep::Gathered),
         other => return Err(format!("unknown form {other}").into()),
     };
-    let mut model = FullyShard::builder(mesh, |vb| llama.declare(&vb))
-        .by_units(llama.units())
-        .keep(keep)
-        .weights(&config.folder)
-        .build(adam)?;
+    let declare = |vb: VarBuilder<'_>| llama.declare(&vb);
+    let mut builder = match keep {
+        None => DataParallel::builder(mesh, declare).by_units(llama.units()),
+        Some(keep) => FullyShard::builder(mesh, declare).by_units(llama.units()).keep(keep),
+    };
+    builder = builder.weights(&config.folder);
+    if llama.lora().is_some() {
+        builder = builder.train_only(Lora::PATTERNS).allow_missing(Lora::PATTERNS);
+    }
+    let mut model = builder.build(adam)?;
     Ok(Box::new(move |batch| Ok(model.step(batch, loss.clone())?.loss)))
 }
 
@@ -105,7 +120,10 @@ fn main() -> Outcome<()> {
         return Ok(());
     };
     let text = fs::read_to_string(config.folder.join("config.json"))?;
-    let llama = Llama::from_config(LlamaConfig::from_json(&text)?)?;
+    let mut llama = Llama::from_config(LlamaConfig::from_json(&text)?)?;
+    if let Some(lora) = adapters(&config.form)? {
+        llama = llama.with_lora(lora);
+    }
     init_threads(config.slots)?;
     let mesh = DeviceMesh::cpu(config.slots)?;
     let mut step = build_step(&config, &llama, &mesh)?;

@@ -1,9 +1,9 @@
 """Times the fine-tuning steps of `benches/llama.rs` in transformers.
 
-    python hf_llama.py FOLDER [threads] [rows] [length] [steps]
+    python hf_llama.py FOLDER [threads] [rows] [length] [steps] [lora]
 
 Makes a random model of 15 million parameters in FOLDER if it has none. Both programs train this model on the same tokens,
-so their losses are equal. Attention is `sdpa`, and the optimizer is torch's fused AdamW. Prints one line: the minimum
+so their losses are equal. With `lora` at the end PEFT trains only adapters of rank 8 on all linear layers. Attention is `sdpa`, and the optimizer is torch's fused AdamW. Prints one line: the minimum
 and the median time of a step, tokens per second by the median, processor time per step, peak memory, memory after the
 imports, and the losses of the first two steps and of the last step.
 """
@@ -52,16 +52,23 @@ def tokens(rows, length, vocabulary):
 
 def main():
     folder = sys.argv[1]
-    numbers = [int(number) for number in sys.argv[2:]]
+    lora = sys.argv[-1] == "lora"
+    numbers = [int(number) for number in sys.argv[2 : -1 if lora else None]]
     threads, rows, length, steps = numbers + [2, 8, 256, 24][len(numbers):]
     torch.set_num_threads(threads)
+    if lora:
+        from peft import LoraConfig, get_peft_model
     imported = peak_mib()
     if not os.path.exists(os.path.join(folder, "config.json")):
         make(folder)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if lora:
+        layers = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+        model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=layers))
     model.train()
     ids = tokens(rows, length, model.config.vocab_size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
     warm_up, times, losses = steps // 4, [], []
     for step in range(steps):
         if step == warm_up:
@@ -78,7 +85,7 @@ def main():
     median = times[len(times) // 2]
     losses = [round(losses[index], 6) for index in (0, 1, -1)]
     print(
-        f"transformers on {threads}: {times[0] * 1e3:.1f} / {median * 1e3:.1f} ms, "
+        f"{'peft' if lora else 'transformers'} on {threads}: {times[0] * 1e3:.1f} / {median * 1e3:.1f} ms, "
         f"{rows * length / median:.0f} tokens/s, {processor * 1e3:.0f} ms of processor, "
         f"{peak_mib()} MiB ({imported} after imports), losses {losses}",
     )
