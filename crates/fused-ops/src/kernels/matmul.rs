@@ -203,6 +203,19 @@ pub(crate) fn multiply_in_pool<T: Float>(
     unsafe { multiply(out.as_mut_ptr(), layout, a, b, store, T::ONE, ProductThreads::Pool) }
 }
 
+/// Writes or adds `a` · `b` to a matrix at the start of `out`, on all threads of the pool.
+pub(crate) fn multiply_in_pool<T: Float>(
+    out: &mut [T],
+    layout: MatrixLayout,
+    a: MatrixView<'_, T>,
+    b: MatrixView<'_, T>,
+    store: StoreMode,
+) {
+    assert!(layout.extent() <= out.len(), "a product reaches beyond its memory");
+    // SAFETY: as in `multiply_into`.
+    unsafe { multiply(out.as_mut_ptr(), layout, a, b, store, T::ONE, ProductThreads::Pool) }
+}
+
 /// Writes or adds `scale` · `a` · `b` to the matrix at `out`.
 ///
 /// # Safety
