@@ -48,7 +48,10 @@ pub use crate::{
     },
     error::{Error, Result},
     grid::{GridConfig, GridReport, Synchronization},
-    lengths::SequenceLengths,
+    lengths::{
+        SequenceLengths,
+        split::{DocumentPiece, SplitLengths},
+    },
     report::PaddingReport,
     sampler::{DynamicBatchSampler, batches::Batches},
 };

@@ -1,0 +1,61 @@
+//! Plans grids of micro-batches for `benches/peers/grid.py`.
+//!
+//! Standard input is a JSON object: `lengths`, `ranks`, `max_tokens` of a cell, `cost` as three
+//! coefficients, and optionally `accumulation`, `global_batch_size`, `pack`. The output is a JSON object
+//! with the cells of all steps, micro-step by micro-step and rank by rank, the report, and the least
+//! seconds of three plans.
+
+#![allow(clippy::print_stdout, reason = "the output is the purpose of an example")]
+
+use std::{error::Error, io, time::Instant};
+
+use core_types::{Epoch, Placement};
+use dyn_batch::{
+    BatchConfig, Cost, Cut, DistributedBatchSampler, DistributedConfig, DynamicBatchSampler,
+    DynamicBatchStrategy, GridConfig, Packing, Remainder, StepLayout, Steps,
+};
+use serde_json::{Value, json};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let input: Value = serde_json::from_reader(io::stdin())?;
+    let lengths: Vec<u64> = serde_json::from_value(input["lengths"].clone())?;
+    let number = |name: &str| input[name].as_u64();
+    let [per_sequence, per_token, per_token_squared] =
+        serde_json::from_value(input["cost"].clone())?;
+    let is_packed = input["pack"].as_bool().unwrap_or(false);
+    let strategy = if is_packed {
+        DynamicBatchStrategy::Pack(Packing::BestFit)
+    } else {
+        DynamicBatchStrategy::Sorted { window: None, cut: Cut::Greedy }
+    };
+    let config = BatchConfig::default()
+        .with_strategy(strategy)
+        .with_remainder(Remainder::Keep)
+        .with_max_tokens(number("max_tokens").ok_or("no max_tokens")?);
+    let mut grid = GridConfig::default();
+    grid.global_batch_size = number("global_batch_size");
+    let mut steps = DistributedConfig::default()
+        .with_layout(StepLayout::Grid(grid))
+        .with_cost(Cost { per_sequence, per_token, per_token_squared });
+    steps.accumulation = number("accumulation");
+    let placement = Placement::new(0, number("ranks").ok_or("no ranks")?)?;
+    let batches = DynamicBatchSampler::new(lengths.as_slice(), config)?;
+    let sampler = DistributedBatchSampler::new(batches, placement, steps)?;
+    let mut seconds = f64::INFINITY;
+    let mut planned = None;
+    for _ in 0..3 {
+        let start = Instant::now();
+        planned = Some(sampler.epoch(Epoch::ZERO, 0..lengths.len() as u64)?);
+        seconds = seconds.min(start.elapsed().as_secs_f64());
+    }
+    let planned = planned.ok_or("no plan")?;
+    let report = planned.grid_report().map(ToString::to_string);
+    println!("{}", json!({ "steps": cells(&planned), "report": report, "seconds": seconds }));
+    Ok(())
+}
+
+/// Returns the indices of all cells, step by step.
+fn cells(steps: &Steps<&[u64]>) -> Vec<Vec<Vec<u64>>> {
+    let steps = (0..).map_while(|step| steps.step(step));
+    steps.map(|batches| batches.into_iter().map(|batch| batch.indices).collect()).collect()
+}
