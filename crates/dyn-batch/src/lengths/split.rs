@@ -83,7 +83,7 @@ impl<L: SequenceLengths> SplitLengths<L> {
 
     /// Returns the pieces of documents in this order; an unknown document has none.
     pub fn pieces_of(&self, order: impl IntoIterator<Item = u64>) -> impl Iterator<Item = u64> {
-        order.into_iter().flat_map(|index| {
+        order.into_iter().flat_map(move |index| {
             let index = usize::try_from(index).unwrap_or(usize::MAX);
             let bounds = self.first_pieces.get(index..).and_then(|ends| ends.get(..2));
             bounds.map_or(0..0, |ends| ends[0]..ends[1])

@@ -195,7 +195,8 @@ impl RunOptions {
 
     /// Returns the most tokens of a step, at least as many as the longest sequence has.
     fn checked_max_tokens(&self, inputs: &RunInputs, world_size: WorldSize) -> Result<u64> {
-        let longest = inputs.context;
+        // Every micro-batch holds the longest sequence.
+        let longest = inputs.context.saturating_mul(inputs.micro_batches());
         let of_sequences = inputs.batch_size.map(|n| n.saturating_mul(longest as u64));
         match self.max_tokens.or(of_sequences) {
             None => Ok(default_max_tokens(world_size, longest)),
@@ -343,7 +344,8 @@ impl PreparedRun {
         let (data, device) = (Arc::clone(&self.data), device.clone());
         let collate = move |scheduled: Result<ScheduledStep>| {
             let scheduled = scheduled?;
-            let tensors = data.collate(&scheduled.batches, &device)?;
+            let tensors = scheduled.micro_batches().map(|batches| data.collate(batches, &device));
+            let tensors = tensors.collect::<candle_core::Result<_>>()?;
             Ok(StepBatch { scheduled, tensors })
         };
         Ok(prefetch(self.schedule.steps(state)?).map(collate)?)
@@ -373,8 +375,8 @@ impl PreparedRun {
     }
 }
 
-/// A batch of a step, with its tensors.
+/// The batches of a step, with the tensors of each micro-batch.
 pub(super) struct StepBatch {
     pub(super) scheduled: ScheduledStep,
-    pub(super) tensors: BatchTensors,
+    pub(super) tensors: Vec<BatchTensors>,
 }
