@@ -4,6 +4,7 @@
 //! [`Batches`]: crate::Batches
 //! [`Cost`]: crate::Cost
 //! [`DistributedBatchSampler`]: crate::DistributedBatchSampler
+//! [`GridConfig`]: crate::GridConfig
 //! [`DynamicBatchSampler`]: crate::DynamicBatchSampler
 //! [`Overlong`]: crate::Overlong
 //! [`PaddingReport`]: crate::PaddingReport

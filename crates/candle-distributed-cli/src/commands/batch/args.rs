@@ -100,8 +100,9 @@ pub(crate) struct BatchArgs {
     /// Give every batch a multiple of this many sequences [default: 1]
     #[arg(long, value_name = "M")]
     batch_size_multiple: Option<u64>,
-    /// Treatment of the last sequences if they are too few for this multiple [default: drop]
-    #[arg(long, value_enum, requires = "batch_size_multiple")]
+    /// Treatment of the last sequences if they are too few for this multiple, or for a step of `grid`
+    /// [default: drop]
+    #[arg(long, value_enum)]
     last_batch: Option<LastBatchArg>,
     /// Number of ranks that share the batches
     #[arg(long, value_name = "W")]
@@ -325,8 +326,12 @@ impl BatchArgs {
     /// Rejects options that need micro-batches, and missing ranks.
     fn check_grid(&self) -> Result<()> {
         let has_micro_batches = self.has_micro_batches();
-        if self.global_batch.is_some() && self.steps != Some(StepsArg::Grid) {
+        let is_grid = self.steps == Some(StepsArg::Grid);
+        if self.global_batch.is_some() && !is_grid {
             return Err(Error::usage("--global-batch needs --steps grid"));
+        }
+        if self.last_batch.is_some() && self.batch_size_multiple.is_none() && !is_grid {
+            return Err(Error::usage("--last-batch needs --batch-size-multiple or --steps grid"));
         }
         if self.cost.is_some() && self.max_cost.is_none() && !has_micro_batches {
             return Err(Error::usage("--cost needs --max-cost, --accumulate or --steps grid"));
