@@ -91,7 +91,7 @@ fn to_units(value: f64) -> u64 {
 fn best_subset(points: &[([f64; 3], f64)]) -> Option<([f64; 3], f64)> {
     let mut best: Option<([f64; 3], f64)> = None;
     for subset in 1..8_u8 {
-        let columns: Vec<usize> = (0..3).filter(|column| subset >> column & 1 == 1).collect();
+        let columns: Vec<usize> = (0..3).filter(|column| subset & (1 << column) != 0).collect();
         let Some(coefficients) = least_squares(points, &columns) else { continue };
         let squares = sum_of_squares(points, coefficients);
         let is_positive =

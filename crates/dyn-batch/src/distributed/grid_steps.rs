@@ -131,18 +131,22 @@ impl<L: SequenceLengths> GridBuilder<'_, L> {
         let all = order.len().div_ceil(group_len);
         // A cell holds every group.
         let mut fitting = n_cells.min(all);
-        let mut step = (guess / group_len).saturating_sub(fitting).max(1);
         let mut too_many = all + 1;
+        // Grids of one epoch have similar sizes, so the search begins a little below the last.
+        let mut step = (guess / group_len / 16).max(1);
+        let mut probe = (guess / group_len).saturating_sub(2 * step);
+        let mut has_failed = false;
         while fitting + 1 < too_many {
-            let probe = fitting.saturating_add(step).min(too_many - 1);
+            probe = probe.clamp(fitting + 1, too_many - 1);
             if fits(probe) {
                 fitting = probe;
                 step = step.saturating_mul(2);
             } else {
                 too_many = probe;
-                step = (too_many - fitting) / 2;
+                has_failed = true;
             }
-            step = step.clamp(1, (too_many - fitting).max(1));
+            probe =
+                if has_failed { fitting.midpoint(too_many) } else { fitting.saturating_add(step) };
         }
         order.len().min(fitting * group_len)
     }

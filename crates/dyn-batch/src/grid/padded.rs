@@ -85,7 +85,11 @@ impl GroupList {
 
     /// Returns the number of groups of a cell that begins at `start`, with at least one group.
     fn n_taken(&self, start: usize, bound: u64) -> usize {
-        let by_bound = bound.checked_div(self.costs[start]).unwrap_or(u64::MAX);
+        // The largest number is no bound, since costs saturate there.
+        let by_bound = match bound.checked_div(self.costs[start]) {
+            Some(n_groups) if bound < u64::MAX => n_groups,
+            Some(_) | None => u64::MAX,
+        };
         let n_groups = by_bound.min(self.max_groups[start]).max(1);
         usize::try_from(n_groups).unwrap_or(usize::MAX).min(self.len() - start)
     }

@@ -146,8 +146,13 @@ impl<L: SequenceLengths> BatchPlan<L> {
     ) -> Result<(Self, Vec<u32>)> {
         let mut drop_counts = PaddingReport::default();
         let admitted = sampler.admit_all(order, &mut drop_counts)?;
-        let (indices, batches) = (Vec::with_capacity(admitted.len()), Vec::new());
-        let plan = Self { sampler, indices, batches, repeats_start: usize::MAX, drop_counts };
+        let plan = Self {
+            sampler,
+            indices: Vec::with_capacity(admitted.len()),
+            batches: Vec::new(),
+            repeats_start: usize::MAX,
+            drop_counts,
+        };
         Ok((plan, admitted))
     }
 
