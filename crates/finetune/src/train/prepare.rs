@@ -197,7 +197,7 @@ impl RunOptions {
     fn checked_max_tokens(&self, inputs: &RunInputs, world_size: WorldSize) -> Result<u64> {
         // Every micro-batch holds the longest sequence.
         let longest = inputs.context.saturating_mul(inputs.micro_batches());
-        let of_sequences = inputs.batch_size.map(|n| n.saturating_mul(longest as u64));
+        let of_sequences = inputs.batch_size.map(|n| n.saturating_mul(inputs.context as u64));
         match self.max_tokens.or(of_sequences) {
             None => Ok(default_max_tokens(world_size, longest)),
             Some(asked) if asked >= longest as u64 => Ok(asked),
