@@ -1,13 +1,14 @@
 //! Packed cells: rows within their limits, of almost equal cost.
 //!
 //! Balancing sums under limits is hard (it contains bin packing), so the planner tries rules from the
-//! fastest to the slowest, improves each by exchanges between the rows of a micro-step, and keeps the
-//! rows whose micro-steps take the least time. It stops at a rule that is within 1/8192 of the mean:
+//! fastest to the slowest, improves each by exchanges between rows, and keeps the rows whose
+//! micro-steps take the least time. It stops at a rule that is within 1/16384 of the mean:
 //!
 //! 1. *Least cost first*: the longest sequences first, each into the row of least cost that has space
 //!    (Graham's rule, as in TRL). It fails if rows are almost full.
 //! 2. *Levels*: if the longest sequence costs more than a mean row, one micro-step at a time, each up
-//!    to the cost of the longest remaining sequence.
+//!    to the cost of the longest remaining sequence. Then the shortest sequences, which cost little,
+//!    fill the rows of the micro-step until the others have space for the rest.
 //! 3. *Least share first*: like 1, by the larger of a row's share of tokens and its share of cost.
 //! 4. *Best fit*, with its costliest rows split while there are too few. It never fails if the
 //!    sequences fit, and every rule makes exactly as many rows as the grid has cells.
@@ -91,12 +92,11 @@ pub(super) fn balance_rows(
     n_cells: usize,
     n_ranks: usize,
 ) -> Option<Vec<GridCell>> {
-    let total: u128 = items.iter().map(|item| u128::from(item.cost)).sum();
-    let mean_time = total.div_ceil(n_ranks as u128);
+    let mean_time = total_cost(items).div_ceil(n_ranks as u128);
     let rules: [&dyn Fn() -> Option<Vec<Row>>; 4] = [
         &|| spread_all(items, limits, n_cells, |row| row.cost),
         &|| fill_levels(items, limits, n_cells, n_ranks),
-        &|| least_share_first(items, limits, n_cells, total),
+        &|| least_share_first(items, limits, n_cells),
         &|| split_to(best_fit(items, limits), limits, n_cells),
     ];
     let mut best: Option<(u128, Vec<Row>)> = None;
@@ -106,7 +106,7 @@ pub(super) fn balance_rows(
         if best.as_ref().is_none_or(|&(least, _)| time < least) {
             best = Some((time, rows));
         }
-        if best.as_ref().is_some_and(|&(least, _)| least - mean_time <= mean_time >> 13) {
+        if best.as_ref().is_some_and(|&(least, _)| least - mean_time <= mean_time >> 14) {
             break;
         }
     }
@@ -142,13 +142,10 @@ fn spread_all(
     Some(rows)
 }
 
-fn least_share_first(
-    items: &[Item],
-    limits: &BatchLimits,
-    n_rows: usize,
-    total_cost: u128,
-) -> Option<Vec<Row>> {
-    let total_tokens: u128 = items.iter().map(|item| u128::from(item.space.length)).sum();
+/// Puts each item into the row with the least share, of tokens or of cost.
+fn least_share_first(items: &[Item], limits: &BatchLimits, n_rows: usize) -> Option<Vec<Row>> {
+    let total_tokens = total_tokens(items);
+    let total_cost = total_cost(items);
     let row_tokens = limits.empty_row().tokens;
     spread_all(items, limits, n_rows, |row| {
         let tokens = u128::from(row_tokens - row.space.tokens);
@@ -165,20 +162,48 @@ fn fill_levels(
 ) -> Option<Vec<Row>> {
     let mut rows = Vec::with_capacity(n_cells);
     let mut left = items.to_vec();
-    let mut total: u128 = items.iter().map(|item| u128::from(item.cost)).sum();
+    // Later rows may be filled up to half of the space that rows have on average.
+    let mean_tokens = total_tokens(items) / n_cells as u128;
+    let row_tokens = (mean_tokens + u128::from(limits.empty_row().tokens)) / 2;
     while rows.len() + n_ranks < n_cells {
         let n_left = n_cells - rows.len();
+        let n_later = n_left - n_ranks;
         let level = u128::from(left.iter().map(|item| item.cost).max()?);
-        if level <= total / n_left as u128 {
+        if level <= total_cost(&left) / n_left as u128 {
             break;
         }
-        let filled = fill_level(&mut left, limits, level, n_ranks, n_left - n_ranks);
-        total -= filled.iter().map(|row| row.cost).sum::<u128>();
+        let mut filled = fill_level(&mut left, limits, level, n_ranks, n_later);
+        top_up(&mut filled, &mut left, row_tokens * n_later as u128, n_later);
         rows.extend(filled);
     }
     let n_left = n_cells - rows.len();
-    rows.extend(spread_all(&left, limits, n_left, |row| row.cost)?);
+    let rest = spread_all(&left, limits, n_left, |row| row.cost);
+    rows.extend(rest.or_else(|| least_share_first(&left, limits, n_left))?);
     Some(rows)
+}
+
+fn total_tokens(items: &[Item]) -> u128 {
+    items.iter().map(|item| u128::from(item.space.length)).sum()
+}
+
+fn total_cost(items: &[Item]) -> u128 {
+    items.iter().map(|item| u128::from(item.cost)).sum()
+}
+
+/// Moves the shortest items into rows until the others have at most `most` tokens, and keeps at least
+/// `n_kept`.
+fn top_up(rows: &mut [Row], left: &mut Vec<Item>, most: u128, n_kept: usize) {
+    let mut n_tokens = total_tokens(left);
+    while n_tokens > most && left.len() > n_kept {
+        let emptiest = rows.iter_mut().max_by_key(|row| row.space.tokens);
+        let (Some(row), Some(&item)) = (emptiest, left.last()) else { break };
+        if !row.space.holds(item.space) {
+            break;
+        }
+        row.insert(item);
+        left.pop();
+        n_tokens -= u128::from(item.space.length);
+    }
 }
 
 /// Moves items into the rows of a micro-step, up to a cost of `level`, and keeps at least `n_kept`.
@@ -227,46 +252,62 @@ fn split_to(mut rows: Vec<Row>, limits: &BatchLimits, n_cells: usize) -> Option<
     Some(rows)
 }
 
-/// Exchanges items between the rows of each micro-step while that makes its costliest row cheaper.
-/// Returns the sum of the costliest rows.
+/// Exchanges items between rows while that makes the costliest row of a micro-step cheaper. Returns the
+/// sum of the costliest rows.
 fn improve(rows: &mut [Row], n_ranks: usize) -> u128 {
     rows.sort_by_key(|row| Reverse(row.cost));
-    let mut time = 0;
-    for micro_step in rows.chunks_mut(n_ranks) {
-        // The bound ends long series of tiny gains.
-        let n_items: usize = micro_step.iter().map(|row| row.items.len()).sum();
-        for _ in 0..n_items {
-            if !improve_once(micro_step) {
-                break;
+    // The bound ends long series of tiny gains.
+    let mut n_exchanges_left = rows.iter().map(|row| row.items.len()).sum::<usize>() / 2;
+    let mut has_improved = true;
+    while has_improved {
+        has_improved = false;
+        for start in (0..rows.len()).step_by(n_ranks) {
+            while n_exchanges_left > 0 && improve_once(rows, start, n_ranks) {
+                n_exchanges_left -= 1;
+                has_improved = true;
             }
         }
-        time += micro_step.iter().map(|row| row.cost).max().unwrap_or(0);
     }
-    time
+    rows.chunks(n_ranks).map(largest_cost).sum()
+}
+
+fn largest_cost(rows: &[Row]) -> u128 {
+    rows.iter().map(|row| row.cost).max().unwrap_or(0)
 }
 
 /// An item that the costliest row gives to another row, and an item that it takes for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Exchange {
-    /// Cost of the costlier row afterwards. It is the first field, so the best exchange is the
-    /// smallest.
+    /// Cost of the row that gives afterwards, or of the other row of its micro-step if that is more. It
+    /// is the first field, so the best exchange is the smallest.
     larger: u128,
     other: usize,
     give: usize,
     take: Option<usize>,
 }
 
-/// Makes the best exchange of the costliest row; returns true if the row became cheaper.
-fn improve_once(rows: &mut [Row]) -> bool {
-    let Some(costliest) = (0..rows.len()).rev().max_by_key(|&row| rows[row].cost) else {
+/// Makes the best exchange of the costliest row in the micro-step that begins at `start`: with a row of
+/// this micro-step, or else with a row of another one that stays below its costliest row. Returns true
+/// if the row became cheaper.
+fn improve_once(rows: &mut [Row], start: usize, n_ranks: usize) -> bool {
+    let micro_step = start..start + n_ranks;
+    let Some(costliest) = micro_step.clone().rev().max_by_key(|&row| rows[row].cost) else {
         return false;
     };
-    let others = (0..rows.len()).filter(|&row| row != costliest);
-    let exchanges = others.filter_map(|other| best_exchange(&rows[costliest], &rows[other], other));
-    let Some(best) = exchanges.min() else { return false };
-    if best.larger >= rows[costliest].cost {
-        return false;
+    let from = &rows[costliest];
+    let others = micro_step.clone().filter(|&row| row != costliest);
+    let exchanges = others.filter_map(|other| best_exchange(from, &rows[other], other, None));
+    let mut best = exchanges.min().filter(|exchange| exchange.larger < from.cost);
+    if best.is_none() {
+        let elsewhere = (0..rows.len()).filter(|row| !micro_step.contains(row));
+        let exchanges = elsewhere.filter_map(|other| {
+            let other_start = other - other % n_ranks;
+            let largest = largest_cost(&rows[other_start..other_start + n_ranks]);
+            best_exchange(from, &rows[other], other, Some(largest - rows[other].cost))
+        });
+        best = exchanges.min();
     }
+    let Some(best) = best else { return false };
     let taken = best.take.map(|take| rows[best.other].remove(take));
     let given = rows[costliest].remove(best.give);
     rows[best.other].insert(given);
@@ -276,22 +317,27 @@ fn improve_once(rows: &mut [Row]) -> bool {
     true
 }
 
-/// Returns the allowed exchange that makes the costlier of both rows cheapest.
-fn best_exchange(from: &Row, to: &Row, other: usize) -> Option<Exchange> {
-    let gap = from.cost - to.cost;
+/// Returns the allowed exchange that makes the costlier of both rows cheapest; with `slack`, the exchange
+/// that makes `from` cheapest and adds at most this cost to `to`.
+fn best_exchange(from: &Row, to: &Row, other: usize, slack: Option<u128>) -> Option<Exchange> {
+    // Half of the gap should move, or all of the slack.
+    let room = slack.unwrap_or_else(|| (from.cost - to.cost) / 2);
     let mut best: Option<Exchange> = None;
     for (give, given) in from.items.iter().enumerate() {
-        // Half of the gap should move, so the best item to take costs this much less.
-        let wanted = u128::from(given.cost).saturating_sub(gap / 2);
+        let wanted = u128::from(given.cost).saturating_sub(room);
         let next = to.items.partition_point(|item| u128::from(item.cost) > wanted);
         let nearest = [next.checked_sub(1), (next < to.items.len()).then_some(next)];
         let nearest = nearest.into_iter().flatten().map(Some);
         let nothing = (from.items.len() > 1).then_some(None);
         for take in nearest.chain(nothing) {
             let taken = take.map(|take| to.items[take]);
-            let moved = i128::from(given.cost) - taken.map_or(0, |taken| i128::from(taken.cost));
-            let Ok(moved) = u128::try_from(moved) else { continue };
-            let larger = from.cost.saturating_sub(moved).max(to.cost + moved);
+            let moved = given.cost.saturating_sub(taken.map_or(0, |taken| taken.cost));
+            let moved = u128::from(moved);
+            let larger = match slack {
+                Some(slack) if moved > slack => continue,
+                Some(_) => from.cost - moved,
+                None => (from.cost - moved).max(to.cost + moved),
+            };
             let exchange = Exchange { larger, other, give, take };
             let is_better = moved > 0 && best.is_none_or(|best| exchange < best);
             if is_better && is_allowed(from, to, given, taken) {
