@@ -18,7 +18,7 @@ use crate::{
         state::{BatchState, EarlierWorld, fingerprint},
     },
     error::{Error, Result},
-    grid::{GridReport, Synchronization, balance::balance, report::step_time},
+    grid::{GridConfig, GridReport, Synchronization, balance::balance, report::CellSize},
     lengths::SequenceLengths,
     report::PaddingReport,
     sampler::{plan::BatchPlan, shuffle::shuffle},
@@ -265,6 +265,63 @@ impl StepSizes {
     }
 }
 
+/// The batches of an epoch, step by step.
+struct PlannedSteps<L> {
+    plan: BatchPlan<L>,
+    /// Cuts of sorted sequences, before batches were split or joined.
+    cut: Vec<(u32, u32)>,
+    batch_indices: Vec<u32>,
+    sizes: StepSizes,
+}
+
+impl<L: SequenceLengths> DistributedBatchSampler<L> {
+    fn plan_grouped(
+        &self,
+        order: Vec<u32>,
+        cut: &[(u32, u32)],
+        world_size: WorldSize,
+        seed: Option<Seed>,
+    ) -> Result<PlannedSteps<Arc<L>>> {
+        let config = self.config;
+        let mut plan = self.batches_of_steps(world_size)?.plan_order(order, cut)?;
+        let cut = plan.cut();
+        let accumulation = config.accumulation.unwrap_or(1);
+        let n_batches = plan.len() as u64;
+        let per_step = WorldSize::new(world_size.as_u64().saturating_mul(accumulation))
+            .map_err(|_| Error::CannotFillStep { n_batches, world_size })?;
+        let by_cost = batches_by_cost(&mut plan, per_step, config.remainder, config.cost)?;
+        let batch_indices = order_steps(by_cost, world_size.as_usize(), seed);
+        Ok(PlannedSteps { plan, cut, batch_indices, sizes: StepSizes::Equal(per_step.as_usize()) })
+    }
+
+    fn plan_dealt(
+        &self,
+        order: Vec<u32>,
+        cut: &[(u32, u32)],
+        world_size: WorldSize,
+        seed: Option<Seed>,
+    ) -> Result<PlannedSteps<Arc<L>>> {
+        let mut plan = self.batches_of_steps(world_size)?.plan_order(order, cut)?;
+        let cut = plan.cut();
+        fill_small_batch(&mut plan, world_size, self.config.remainder)?;
+        let batch_indices = order_steps(plan.batch_indices().collect(), 1, seed);
+        Ok(PlannedSteps { plan, cut, batch_indices, sizes: StepSizes::Equal(1) })
+    }
+
+    fn plan_grids(
+        &self,
+        order: Vec<u32>,
+        grid: &GridConfig,
+        world_size: WorldSize,
+        seed: Option<Seed>,
+    ) -> Result<PlannedSteps<Arc<L>>> {
+        let batches = self.batches_of_steps(world_size)?;
+        let GridSteps { plan, ends } = plan_grid(batches, order, grid, &self.config, world_size)?;
+        let (batch_indices, ends) = order_grids(&plan, &ends, world_size.as_usize(), seed);
+        Ok(PlannedSteps { plan, cut: Vec::new(), batch_indices, sizes: StepSizes::Ends(ends) })
+    }
+}
+
 impl<L: SequenceLengths> Steps<L> {
     fn new(
         sampler: &DistributedBatchSampler<L>,
@@ -275,40 +332,16 @@ impl<L: SequenceLengths> Steps<L> {
         let UnreadOrder { epoch, order, last } = unread;
         let config = sampler.config;
         let world_size = placement.world_size();
-        let batches = sampler.batches_of_steps(world_size)?;
         let seed = config.shuffle.map(|seed| seed.derive(epoch.as_u64()));
         let has_grid =
             config.accumulation.is_some() || matches!(config.layout, StepLayout::Grid(_));
         let plain_order = has_grid.then(|| order.clone());
-        let (plan, cut, batch_indices, sizes) = match config.layout {
-            StepLayout::Grouped => {
-                let mut plan = batches.plan_order(order, cut)?;
-                // The cut must match the plan before batches are split or joined.
-                let cut = plan.cut();
-                let accumulation = config.accumulation.unwrap_or(1);
-                let n_batches = world_size.as_u64().saturating_mul(accumulation);
-                let per_step = WorldSize::new(n_batches).map_err(|_| Error::CannotFillStep {
-                    n_batches: plan.len() as u64,
-                    world_size,
-                })?;
-                let by_cost = batches_by_cost(&mut plan, per_step, config.remainder, config.cost)?;
-                let ordered = order_steps(by_cost, world_size.as_usize(), seed);
-                (plan, cut, ordered, StepSizes::Equal(per_step.as_usize()))
-            }
-            StepLayout::Dealt => {
-                let mut plan = batches.plan_order(order, cut)?;
-                let cut = plan.cut();
-                fill_small_batch(&mut plan, world_size, config.remainder)?;
-                let ordered = order_steps(plan.batch_indices().collect(), 1, seed);
-                (plan, cut, ordered, StepSizes::Equal(1))
-            }
-            StepLayout::Grid(grid) => {
-                let GridSteps { plan, ends } =
-                    plan_grid(batches, order, &grid, &config, world_size)?;
-                let (ordered, ends) = order_grids(&plan, &ends, world_size.as_usize(), seed);
-                (plan, Vec::new(), ordered, StepSizes::Ends(ends))
-            }
+        let planned = match config.layout {
+            StepLayout::Grouped => sampler.plan_grouped(order, cut, world_size, seed)?,
+            StepLayout::Dealt => sampler.plan_dealt(order, cut, world_size, seed)?,
+            StepLayout::Grid(grid) => sampler.plan_grids(order, &grid, world_size, seed)?,
         };
+        let PlannedSteps { plan, cut, batch_indices, sizes } = planned;
         let n_steps = match &sizes {
             StepSizes::Equal(size) => batch_indices.len() / size,
             StepSizes::Ends(ends) => ends.len(),
@@ -462,59 +495,56 @@ impl<L: SequenceLengths> Steps<L> {
     /// Reports the grids of all steps, beside the sequences of `order` in equally many cells of equal
     /// counts.
     fn measure_grid(&self, order: Vec<u32>) -> Result<GridReport> {
-        let n_ranks = self.placement.world_size().as_usize();
+        let order = self.plan.sampler().admit_all(order, &mut PaddingReport::default())?;
+        let mut rest = order.as_slice();
+        let mut report = GridReport::new(self.placement.world_size());
         let synchronization = match self.config.layout {
             StepLayout::Grid(grid) => grid.synchronization,
             StepLayout::Grouped | StepLayout::Dealt => Synchronization::MicroStep,
         };
-        let order = self.plan.sampler().admit_all(order, &mut PaddingReport::default())?;
-        let mut rest = order.as_slice();
-        let mut report = GridReport { ranks: n_ranks as u64, ..GridReport::default() };
         for step in 0..self.n_steps() {
-            let batches = self.batch_indices_of_step(step);
-            let costs: Vec<u64> = batches
-                .iter()
-                .map(|&b| batch_cost(&self.plan, b as usize, self.config.cost))
-                .collect();
-            let mut n_sequences = 0;
-            for &batch in batches {
-                let planned = self.plan.planned_batch(batch as usize);
-                report.real_tokens += u128::from(planned.real_tokens);
-                report.padded_tokens += u128::from(self.plan.padded_tokens(planned));
-                n_sequences += planned.len();
-            }
-            report.steps += 1;
-            report.cells += costs.len() as u64;
-            report.cost += costs.iter().map(|&cost| u128::from(cost)).sum::<u128>();
-            report.largest_cell = costs.iter().copied().fold(report.largest_cell, u64::max);
-            report.time += step_time(&costs, n_ranks, synchronization);
+            let cells = self.grid_cells(step);
+            let n_sequences: usize = cells.iter().map(|cell| cell.n_sequences).sum();
             let (plain, later) = rest.split_at(n_sequences.min(rest.len()));
-            let plain_costs = self.plain_costs(plain, costs.len(), &mut report.plain_padded_tokens);
-            report.plain_cost += plain_costs.iter().map(|&cost| u128::from(cost)).sum::<u128>();
-            report.plain_largest_cell =
-                plain_costs.iter().copied().fold(report.plain_largest_cell, u64::max);
-            report.plain_time += step_time(&plain_costs, n_ranks, synchronization);
+            report.add(&cells, &self.plain_cells(plain, cells.len()), synchronization);
             rest = later;
         }
         Ok(report)
     }
 
-    /// Returns the costs of sequences in cells of equal counts, and adds their padded tokens.
-    fn plain_costs(&self, order: &[u32], n_cells: usize, padded_tokens: &mut u128) -> Vec<u64> {
-        let (limits, cost) = (self.plan.limits(), self.config.cost);
-        let cells = (0..n_cells).map(|cell| {
-            let cell = &order[cell * order.len() / n_cells..(cell + 1) * order.len() / n_cells];
-            if limits.is_packing() {
-                *padded_tokens += self.plan.lengths(cell).map(u128::from).sum::<u128>();
-                let costs = self.plan.lengths(cell).map(|length| cost.for_length(length));
-                return costs.fold(0, u64::saturating_add);
+    fn grid_cells(&self, step: usize) -> Vec<CellSize> {
+        let cells = self.batch_indices_of_step(step).iter().map(|&index| {
+            let batch = self.plan.planned_batch(index as usize);
+            CellSize {
+                n_sequences: batch.len(),
+                real_tokens: batch.real_tokens,
+                padded_tokens: self.plan.padded_tokens(batch),
+                cost: batch_cost(&self.plan, index as usize, self.config.cost),
             }
-            let longest = self.plan.lengths(cell).max().unwrap_or(0);
-            let padded = limits.padded_length(longest);
-            *padded_tokens += u128::from(padded) * cell.len() as u128;
-            cost.for_length(padded).saturating_mul(cell.len() as u64)
         });
         cells.collect()
+    }
+
+    /// Returns the cells of sequences in equal counts.
+    fn plain_cells(&self, order: &[u32], n_cells: usize) -> Vec<CellSize> {
+        let bound = |cell: usize| cell * order.len() / n_cells;
+        let cells = (0..n_cells).map(|cell| self.plain_cell(&order[bound(cell)..bound(cell + 1)]));
+        cells.collect()
+    }
+
+    fn plain_cell(&self, indices: &[u32]) -> CellSize {
+        let limits = self.plan.limits();
+        let cost = self.config.cost;
+        let real_tokens = self.plan.lengths(indices).fold(0, u64::saturating_add);
+        let (padded_tokens, cost) = if limits.is_packing() {
+            let costs = self.plan.lengths(indices).map(|length| cost.for_length(length));
+            (real_tokens, costs.fold(0, u64::saturating_add))
+        } else {
+            let padded = limits.padded_length(self.plan.lengths(indices).max().unwrap_or(0));
+            let n_rows = indices.len() as u64;
+            (padded.saturating_mul(n_rows), cost.for_length(padded).saturating_mul(n_rows))
+        };
+        CellSize { n_sequences: indices.len(), real_tokens, padded_tokens, cost }
     }
 
     /// Divides the sequences of a dealt step over the ranks, and returns the sequences of each

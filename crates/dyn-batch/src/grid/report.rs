@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use core_types::WorldSize;
+
 use crate::grid::config::Synchronization;
 
 /// The costs of the steps of all ranks, beside the plain order.
@@ -63,7 +65,58 @@ pub struct GridReport {
     pub plain_cost: u128,
 }
 
+/// The size of a cell.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CellSize {
+    pub(crate) n_sequences: usize,
+    pub(crate) real_tokens: u64,
+    pub(crate) padded_tokens: u64,
+    pub(crate) cost: u64,
+}
+
 impl GridReport {
+    /// Creates a report without steps.
+    pub(crate) fn new(world_size: WorldSize) -> Self {
+        Self { ranks: world_size.as_u64(), ..Self::default() }
+    }
+
+    /// Counts the cells of a step, micro-step by micro-step, and those of the plain order.
+    pub(crate) fn add(
+        &mut self,
+        cells: &[CellSize],
+        plain: &[CellSize],
+        synchronization: Synchronization,
+    ) {
+        self.steps += 1;
+        self.cells += cells.len() as u64;
+        self.real_tokens += sum(cells, |cell| cell.real_tokens);
+        self.padded_tokens += sum(cells, |cell| cell.padded_tokens);
+        self.cost += sum(cells, |cell| cell.cost);
+        self.largest_cell = self.largest_cell.max(largest(cells));
+        self.time += self.step_time(cells, synchronization);
+        self.plain_padded_tokens += sum(plain, |cell| cell.padded_tokens);
+        self.plain_cost += sum(plain, |cell| cell.cost);
+        self.plain_largest_cell = self.plain_largest_cell.max(largest(plain));
+        self.plain_time += self.step_time(plain, synchronization);
+    }
+
+    /// Returns the cost that ranks wait for in a step.
+    fn step_time(&self, cells: &[CellSize], synchronization: Synchronization) -> u128 {
+        // The cells of a step are in memory, so their number is small.
+        let n_ranks = usize::try_from(self.ranks).unwrap_or(usize::MAX);
+        match synchronization {
+            Synchronization::MicroStep => {
+                cells.chunks(n_ranks).map(|cells| u128::from(largest(cells))).sum()
+            }
+            Synchronization::Step => {
+                let of_rank = |rank| cells.iter().skip(rank).step_by(n_ranks);
+                let costs = (0..n_ranks)
+                    .map(|rank| of_rank(rank).map(|cell| u128::from(cell.cost)).sum::<u128>());
+                costs.max().unwrap_or(0)
+            }
+        }
+    }
+
     /// Returns the share of time by which ranks wait: the sum of (largest cell − mean) over the sum of
     /// means; 0 without cost.
     pub fn waste(&self) -> f64 {
@@ -119,18 +172,10 @@ impl fmt::Display for GridReport {
     }
 }
 
-/// Returns the cost that ranks wait for in a step, given its cells micro-step by micro-step.
-pub(crate) fn step_time(costs: &[u64], n_ranks: usize, synchronization: Synchronization) -> u128 {
-    match synchronization {
-        Synchronization::MicroStep => costs
-            .chunks(n_ranks)
-            .filter_map(|cells| cells.iter().max())
-            .map(|&cost| u128::from(cost))
-            .sum(),
-        Synchronization::Step => {
-            let rank_cost =
-                |rank| costs.iter().skip(rank).step_by(n_ranks).map(|&c| u128::from(c)).sum();
-            (0..n_ranks).map(rank_cost).max().unwrap_or(0)
-        }
-    }
+fn sum(cells: &[CellSize], value: impl Fn(&CellSize) -> u64) -> u128 {
+    cells.iter().map(|cell| u128::from(value(cell))).sum()
+}
+
+fn largest(cells: &[CellSize]) -> u64 {
+    cells.iter().map(|cell| cell.cost).max().unwrap_or(0)
 }
