@@ -91,6 +91,16 @@ pub enum Error {
         limit: u64,
     },
 
+    // Invalid measurements.
+    /// No cost fits the measurements: none is positive, or one is negative or not finite.
+    #[error(
+        "no cost fits these {count} measurements: at least one must be positive, and all finite"
+    )]
+    NoFit {
+        /// Number of measurements.
+        count: u64,
+    },
+
     // Sequences that fit no batch.
     /// A sequence is too long, and the policy is [`Overlong::Error`](crate::Overlong::Error).
     #[error(
@@ -169,6 +179,47 @@ pub enum Error {
     /// Dealt steps do not support buckets and packed rows.
     #[error("dealt steps do not support buckets and packed rows, use grouped steps")]
     CannotDeal,
+    /// Dealt steps have one micro-batch per rank.
+    #[error("dealt steps do not accumulate, use grouped steps or a grid")]
+    CannotAccumulate,
+    /// A grid does not support buckets and windows.
+    #[error(
+        "a grid does not support {setting}, its cells are cut from the sorted sequences of a step"
+    )]
+    NotForGrid {
+        /// Name of the setting.
+        setting: &'static str,
+    },
+    /// A setting is not a multiple of the batch size multiple.
+    #[error("{setting} {value} is not a multiple of batch_size_multiple {multiple}")]
+    NotAMultiple {
+        /// Name of the setting.
+        setting: &'static str,
+        /// Value of the setting.
+        value: u64,
+        /// Batch size multiple.
+        multiple: u64,
+    },
+    /// A global batch has too few sequences for the micro-batches of a step.
+    #[error("{sequences} sequences in groups of {multiple} cannot fill {cells} micro-batches")]
+    CannotFillGrid {
+        /// Number of sequences in a step.
+        sequences: u64,
+        /// Batch size multiple.
+        multiple: u64,
+        /// Number of micro-batches of all ranks in a step.
+        cells: u64,
+    },
+    /// The limits of batches do not allow as few micro-batches as a step has.
+    #[error("{sequences} sequences need {needed} micro-batches, above the {cells} of a step")]
+    GridTooSmall {
+        /// Number of sequences in the step.
+        sequences: u64,
+        /// Number of micro-batches that they need.
+        needed: u64,
+        /// Number of micro-batches of all ranks.
+        cells: u64,
+    },
     /// There are too few sequences for a batch per rank in every step.
     #[error("{n_batches} batches cannot be split into equally many for each of {world_size} ranks")]
     CannotFillStep {

@@ -4,6 +4,7 @@
 //! [`Batches`]: crate::Batches
 //! [`Cost`]: crate::Cost
 //! [`DistributedBatchSampler`]: crate::DistributedBatchSampler
+//! [`GridConfig`]: crate::GridConfig
 //! [`DynamicBatchSampler`]: crate::DynamicBatchSampler
 //! [`Overlong`]: crate::Overlong
 //! [`PaddingReport`]: crate::PaddingReport
@@ -26,6 +27,7 @@ mod collate;
 mod config;
 mod distributed;
 mod error;
+mod grid;
 mod lengths;
 mod limits;
 mod pack;
@@ -37,13 +39,20 @@ mod sort;
 pub use crate::collate::{BatchTensors, Collator, PackedRow, PaddedRows, SequenceLayout};
 pub use crate::{
     batch::{Batch, Sequence},
-    config::{BatchConfig, Buckets, Cost, Cut, DynamicBatchStrategy, Overlong, Packing, Remainder},
+    config::{
+        BatchConfig, Buckets, Cost, CostFit, Cut, DynamicBatchStrategy, Overlong, Packing,
+        Remainder,
+    },
     distributed::{
         BatchState, DistributedBatchSampler, DistributedConfig, Step, StepLayout, StepRemainder,
         Steps,
     },
     error::{Error, Result},
-    lengths::SequenceLengths,
+    grid::{GridConfig, GridReport, Synchronization},
+    lengths::{
+        SequenceLengths,
+        split::{DocumentPiece, SplitLengths},
+    },
     report::PaddingReport,
     sampler::{DynamicBatchSampler, batches::Batches},
 };
@@ -51,5 +60,5 @@ pub use crate::{
 /// Items shared with the padding tables of this workspace. They may change in any version.
 #[doc(hidden)]
 pub mod support {
-    pub use crate::distributed::balance::balance;
+    pub use crate::grid::balance::balance;
 }

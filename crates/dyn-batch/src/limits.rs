@@ -47,18 +47,48 @@ pub(crate) enum Admission {
 pub(crate) struct RowSpace {
     pub(crate) tokens: u64,
     pub(crate) sequences: u64,
+    /// Cost left of `max_cost`.
+    pub(crate) cost: u64,
+}
+
+/// The space that a sequence takes in a packed row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RowItem {
+    pub(crate) length: u64,
+    /// Cost that counts toward `max_cost`; 0 without this limit.
+    pub(crate) cost: u64,
 }
 
 impl RowSpace {
-    /// Returns the number of sequences of this length that fit.
-    pub(crate) fn capacity(self, length: u64) -> u64 {
-        max_repeats(self.tokens, length).min(self.sequences)
+    /// Returns the number of sequences like this one that fit.
+    pub(crate) fn capacity(self, item: RowItem) -> u64 {
+        let by_cost = max_repeats(self.cost, item.cost);
+        max_repeats(self.tokens, item.length).min(by_cost).min(self.sequences)
     }
 
-    /// Returns the space left after `count` sequences of this length, which must fit.
+    /// Returns true if a sequence like this one fits.
+    pub(crate) fn holds(self, item: RowItem) -> bool {
+        self.tokens >= item.length && self.cost >= item.cost && self.sequences > 0
+    }
+
+    /// Returns the space left after a sequence is removed.
     #[must_use]
-    pub(crate) fn after_adding(self, length: u64, count: u64) -> Self {
-        Self { tokens: self.tokens - count * length, sequences: self.sequences - count }
+    pub(crate) fn after_removing(self, item: RowItem) -> Self {
+        Self {
+            tokens: self.tokens + item.length,
+            sequences: self.sequences + 1,
+            cost: self.cost + item.cost,
+        }
+    }
+
+    /// Returns the space left after `count` sequences like this one, which must fit.
+    #[must_use]
+    pub(crate) fn after_adding(self, item: RowItem, count: u64) -> Self {
+        Self {
+            tokens: self.tokens - count * item.length,
+            sequences: self.sequences - count,
+            cost: self.cost - count * item.cost,
+        }
     }
 }
 
@@ -102,7 +132,7 @@ impl BatchLimits {
     /// Returns true if the smallest batch can hold a sequence of this length.
     fn fits(&self, length: u64) -> bool {
         if self.is_packing() {
-            return length <= self.max_tokens;
+            return self.empty_row().holds(self.row_item(length));
         }
         let has_bucket = self.last_boundary().is_none_or(|largest| length <= largest);
         let padded_length = self.checked_padded_length(length);
@@ -122,7 +152,14 @@ impl BatchLimits {
 
     /// Returns the space of an empty packed row.
     pub(crate) fn empty_row(&self) -> RowSpace {
-        RowSpace { tokens: self.max_tokens, sequences: self.max_batch_size }
+        let cost = or_unlimited(self.config.max_cost);
+        RowSpace { tokens: self.max_tokens, sequences: self.max_batch_size, cost }
+    }
+
+    /// Returns the space that a sequence of this length takes in a packed row.
+    pub(crate) fn row_item(&self, length: u64) -> RowItem {
+        let cost = self.config.max_cost.map_or(0, |_| self.config.cost.for_length(length));
+        RowItem { length, cost }
     }
 
     /// Returns the size of a group.
@@ -329,7 +366,7 @@ fn check_strategy(config: &BatchConfig) -> Result<()> {
 
 fn check_packing(config: &BatchConfig, packing: Packing) -> Result<()> {
     for (setting, is_set) in [
-        ("max_cost", config.max_cost.is_some()),
+        ("max_cost", config.max_cost.is_some() && packing == Packing::MinimumSlack),
         ("batch_size_multiple", config.batch_size_multiple != 1),
         ("length_multiple", config.length_multiple != 1),
     ] {

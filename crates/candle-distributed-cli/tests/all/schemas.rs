@@ -102,6 +102,8 @@ fn batches() -> SchemaExamples {
         batch(&["--strategy", "bucket", "--max-tokens", "160"]),
         batch(&["--strategy", "pack", "--capacity", "100"]),
         batch(&ranks),
+        batch(&[&ranks[..], &["--accumulate", "2", "--cost", "attention"]].concat()),
+        batch(&words("--strategy sorted --max-tokens 200 --world-size 2 --steps grid")),
         batch(&words(
             "--strategy pad-to-max --max-batch-size 9 --max-sequence-length 5 --overlong skip",
         )),

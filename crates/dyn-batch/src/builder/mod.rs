@@ -77,7 +77,8 @@ impl BatchBuilder {
             }
             Self::Window(window) => ready.extend(window.push(sequence, limits)),
             Self::Rows(rows) => {
-                rows.push(sequence, |row| ready.push_back(limits.batch(row.into_iter())));
+                let item = limits.row_item(sequence.length);
+                rows.push(sequence, item, |row| ready.push_back(limits.batch(row.into_iter())));
             }
             Self::Whole(sequences, _) => sequences.push(sequence),
         }

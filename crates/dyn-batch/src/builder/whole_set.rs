@@ -70,11 +70,9 @@ impl WholeSetStrategy {
         let sorted = sort(histogram, sequences);
         Ok(match self {
             Self::Sorted(cut) => arrange_sorted(histogram, sorted, cut, limits, known_group_ends),
-            Self::BestFit => {
-                arrange_rows(&pack::best_fit(histogram, limits.empty_row()), &sorted, limits)
-            }
+            Self::BestFit => arrange_rows(&pack::best_fit(histogram, limits), &sorted, limits),
             Self::MinimumSlack => {
-                arrange_rows(&pack::minimum_slack(histogram, limits.empty_row()), &sorted, limits)
+                arrange_rows(&pack::minimum_slack(histogram, limits), &sorted, limits)
             }
         })
     }

@@ -2,8 +2,9 @@
 
 mod buckets;
 mod cost;
+mod cost_fit;
 
-pub use self::{buckets::Buckets, cost::Cost};
+pub use self::{buckets::Buckets, cost::Cost, cost_fit::CostFit};
 
 /// The strategy that decides which sequences share a batch.
 ///
@@ -165,8 +166,9 @@ pub struct BatchConfig {
     /// Limit on the **padded** tokens in a batch, its size times its longest length; none by
     /// default.
     pub max_tokens: Option<u64>,
-    /// Limit on the cost of a batch, its size times the [`cost`](Self::cost) of its padded length;
-    /// none by default.
+    /// Limit on the cost of a batch: its size times the [`cost`](Self::cost) of its padded length, or
+    /// the sum over the sequences of a packed row; none by default. [`Packing::MinimumSlack`] does not
+    /// support it.
     pub max_cost: Option<u64>,
     /// Cost of a sequence; its number of tokens by default.
     pub cost: Cost,

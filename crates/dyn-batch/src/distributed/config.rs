@@ -2,7 +2,7 @@
 
 use core_types::Seed;
 
-use crate::config::Cost;
+use crate::{config::Cost, grid::GridConfig};
 
 /// The policy if the number of batches is not a multiple of the world size.
 ///
@@ -37,6 +37,13 @@ pub enum StepLayout {
     ///
     /// Buckets and packed rows do not support it.
     Dealt,
+    /// The next sequences of the order as a grid of micro-batches that keeps all ranks equally busy:
+    /// padded cells cut from the sorted sequences, or packed rows of equal cost. The limits of batches
+    /// are limits of a cell. What is left at the end of an epoch is dropped, or kept in a step of
+    /// fewer micro-batches, by [`Remainder`](crate::Remainder).
+    ///
+    /// Buckets and windows do not support it.
+    Grid(GridConfig),
 }
 
 /// The configuration of a [`DistributedBatchSampler`](crate::DistributedBatchSampler).
@@ -63,6 +70,9 @@ pub struct DistributedConfig {
     pub remainder: StepRemainder,
     /// Cost to balance over the ranks of a step; padded tokens by default.
     pub cost: Cost,
+    /// Number of micro-batches per rank in a step. By default 1, or the fewest that hold a global batch
+    /// of a grid.
+    pub accumulation: Option<u64>,
 }
 
 impl Default for DistributedConfig {
@@ -72,6 +82,7 @@ impl Default for DistributedConfig {
             layout: StepLayout::default(),
             remainder: StepRemainder::default(),
             cost: Cost::TOKENS,
+            accumulation: None,
         }
     }
 }
@@ -99,5 +110,13 @@ impl DistributedConfig {
     #[must_use]
     pub fn with_cost(self, cost: Cost) -> Self {
         Self { cost, ..self }
+    }
+
+    /// Sets the number of micro-batches per rank in a step; by default 1, or the fewest that hold a
+    /// global batch of a grid. Dealt steps do not support it.
+    #[must_use]
+    #[doc(alias = "gradient_accumulation_steps")]
+    pub fn with_accumulation(self, accumulation: u64) -> Self {
+        Self { accumulation: Some(accumulation), ..self }
     }
 }

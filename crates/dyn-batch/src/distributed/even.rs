@@ -43,7 +43,7 @@ pub(crate) fn batches_by_cost<L: SequenceLengths>(
 }
 
 /// Returns the cost of a batch: of its rows, or of the sequences in a packed row.
-fn batch_cost<L: SequenceLengths>(plan: &BatchPlan<L>, index: usize, cost: Cost) -> u64 {
+pub(crate) fn batch_cost<L: SequenceLengths>(plan: &BatchPlan<L>, index: usize, cost: Cost) -> u64 {
     if plan.limits().is_packing() {
         let costs = plan.sequences(index).map(|sequence| cost.for_length(sequence.length));
         return costs.fold(0, u64::saturating_add);

@@ -1,8 +1,8 @@
 //! Batches of one rank: equally many on every rank, with almost equal cost in each step.
 
-pub(crate) mod balance;
 mod config;
 mod even;
+mod grid_steps;
 mod state;
 mod steps;
 
@@ -10,12 +10,18 @@ use std::sync::Arc;
 
 use core_types::{Placement, WorldSize};
 
+use self::grid_steps::check_grid;
 pub use self::{
     config::{DistributedConfig, StepLayout, StepRemainder},
     state::BatchState,
     steps::{Step, Steps},
 };
-use crate::{error::Result, lengths::SequenceLengths, sampler::DynamicBatchSampler};
+use crate::{
+    config::DynamicBatchStrategy,
+    error::{Error, Result},
+    lengths::SequenceLengths,
+    sampler::DynamicBatchSampler,
+};
 
 /// A sampler of batches for one rank, with the same number of batches on every rank.
 ///
@@ -68,9 +74,10 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
     ///
     /// # Errors
     ///
-    /// [`Error::CannotDeal`](crate::Error::CannotDeal) for dealt steps of buckets or packed rows,
-    /// and [`Error::MultipleOverLimit`](crate::Error::MultipleOverLimit) if the multiple for all
-    /// ranks exceeds 64 bits.
+    /// [`Error::CannotDeal`] for dealt steps of buckets or packed rows, [`Error::CannotAccumulate`]
+    /// for dealt steps with several micro-batches, [`Error::MultipleOverLimit`] if the multiple for
+    /// all ranks exceeds 64 bits, [`Error::Zero`] for a setting of 0, and [`Error::NotForGrid`],
+    /// [`Error::NotAMultiple`] or [`Error::CannotFillGrid`] for a grid that cannot be filled.
     pub fn new(
         batches: DynamicBatchSampler<L>,
         placement: Placement,
@@ -78,15 +85,50 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
     ) -> Result<Self> {
         let sampler = Self { batches: batches.into_shared(), placement, config };
         // Contradictory limits are an error here, not in the first epoch.
-        sampler.batches_of_steps(placement.world_size())?;
+        sampler.check(placement.world_size())?;
         Ok(sampler)
+    }
+
+    fn check(&self, world_size: WorldSize) -> Result<()> {
+        let accumulation = self.config.accumulation;
+        if accumulation == Some(0) {
+            return Err(Error::Zero { setting: "accumulation" });
+        }
+        match &self.config.layout {
+            StepLayout::Grouped => Ok(()),
+            StepLayout::Dealt if accumulation.is_some_and(|n| n > 1) => {
+                Err(Error::CannotAccumulate)
+            }
+            StepLayout::Dealt => self.batches_of_steps(world_size).map(drop),
+            StepLayout::Grid(grid) => {
+                check_strategy(&self.batches.config().strategy)?;
+                if grid.global_batch_size == Some(0) {
+                    return Err(Error::Zero { setting: "global_batch_size" });
+                }
+                check_grid(grid, &self.config, self.batches.limits(), world_size)
+            }
+        }
     }
 
     /// Returns the sampler of the batches that steps of a world consist of.
     fn batches_of_steps(&self, world_size: WorldSize) -> Result<DynamicBatchSampler<Arc<L>>> {
         match self.config.layout {
-            StepLayout::Grouped => Ok(self.batches.clone()),
+            StepLayout::Grouped | StepLayout::Grid(_) => Ok(self.batches.clone()),
             StepLayout::Dealt => self.batches.clone().for_all_ranks(world_size),
         }
+    }
+}
+
+/// Rejects strategies whose settings have no effect on a grid.
+fn check_strategy(strategy: &DynamicBatchStrategy) -> Result<()> {
+    match strategy {
+        DynamicBatchStrategy::Bucket(_) => Err(Error::NotForGrid { setting: "buckets" }),
+        DynamicBatchStrategy::Sorted { window: Some(_), .. } => {
+            Err(Error::NotForGrid { setting: "a window" })
+        }
+        DynamicBatchStrategy::PadToMax
+        | DynamicBatchStrategy::Dynamic
+        | DynamicBatchStrategy::Sorted { window: None, .. }
+        | DynamicBatchStrategy::Pack(_) => Ok(()),
     }
 }

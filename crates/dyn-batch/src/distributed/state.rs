@@ -6,6 +6,7 @@ use core_types::{Epoch, Fingerprint, WorldSize};
 
 use crate::{
     distributed::config::{DistributedConfig, StepLayout},
+    grid::{GridConfig, Synchronization},
     lengths::SequenceLengths,
     sampler::plan::BatchPlan,
 };
@@ -93,7 +94,10 @@ pub(super) fn fingerprint<L: SequenceLengths>(
     fingerprint.write_u64(match config.layout {
         StepLayout::Grouped => 0,
         StepLayout::Dealt => 1,
+        StepLayout::Grid(grid) => grid_word(&grid),
     });
+    // Without accumulation nothing is added, so that older states stay valid.
+    fingerprint.extend(config.accumulation);
     let cost = config.cost;
     fingerprint.extend([cost.per_sequence, cost.per_token, cost.per_token_squared]);
     for &batch in batches {
@@ -101,5 +105,17 @@ pub(super) fn fingerprint<L: SequenceLengths>(
         fingerprint.extend([planned.len() as u64, planned.padded_length, planned.real_tokens]);
         fingerprint.extend(plan.indices(batch as usize).iter().copied().map(u64::from));
     }
+    fingerprint.finish()
+}
+
+/// Returns the word for a grid, different from the other layouts.
+fn grid_word(grid: &GridConfig) -> u64 {
+    let synchronization = match grid.synchronization {
+        Synchronization::MicroStep => 0,
+        Synchronization::Step => 1,
+    };
+    let words = [2, synchronization].into_iter().chain(grid.global_batch_size);
+    let mut fingerprint = Fingerprint::new();
+    fingerprint.extend(words);
     fingerprint.finish()
 }

@@ -1,6 +1,10 @@
 //! The steps of a rank in an epoch.
 
-use std::{iter::FusedIterator, ops::Range, sync::Arc};
+use std::{
+    iter::{self, FusedIterator},
+    ops::Range,
+    sync::Arc,
+};
 
 use core_types::{Epoch, Placement, Seed, WorldSize};
 
@@ -8,24 +12,28 @@ use crate::{
     batch::{Batch, Sequence},
     distributed::{
         DistributedBatchSampler,
-        balance::balance,
         config::{DistributedConfig, StepLayout},
-        even::{batches_by_cost, fill_small_batch},
+        even::{batch_cost, batches_by_cost, fill_small_batch},
+        grid_steps::{GridSteps, plan_grid},
         state::{BatchState, EarlierWorld, fingerprint},
     },
     error::{Error, Result},
+    grid::{GridConfig, GridReport, Synchronization, balance::balance, report::CellSize},
     lengths::SequenceLengths,
     report::PaddingReport,
     sampler::{plan::BatchPlan, shuffle::shuffle},
 };
 
-/// One step of a rank: its batch, and the totals of all ranks.
+/// One step of a rank: its batch, or its micro-batches, and the totals of all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct Step {
-    /// Batch of this rank.
+    /// Batch of this rank; with accumulation, the first.
     pub batch: Batch,
+    /// Further batches of this rank, with accumulation.
+    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "Vec::is_empty"))]
+    pub later_batches: Vec<Batch>,
     /// Real tokens in the batches of all ranks.
     pub real_tokens: u64,
     /// Number of ranks.
@@ -33,8 +41,33 @@ pub struct Step {
 }
 
 impl Step {
-    /// Returns the factor for this rank's mean loss before gradients are averaged over the ranks,
-    /// so that every token of the step has the same weight; 0 for a step without tokens.
+    /// Returns the micro-batches of this rank: one, or one per micro-step with accumulation.
+    ///
+    /// The weight of a mean loss is [`real_tokens`](Batch::real_tokens) of its micro-batch: the sum of
+    /// mean times weight over all micro-batches and ranks, divided by the step's
+    /// [`real_tokens`](Self::real_tokens), is the mean over all tokens, up to rounding, in any grid.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use core_types::{Epoch, Placement};
+    /// # use dyn_batch::*;
+    /// let batches =
+    ///     DynamicBatchSampler::new([9_u32, 2, 3, 8], BatchConfig::default().with_max_tokens(10))?;
+    /// let config = DistributedConfig::default()
+    ///     .with_layout(StepLayout::Grid(GridConfig::default().with_global_batch_size(4)));
+    /// let sampler = DistributedBatchSampler::new(batches, Placement::SINGLE, config)?;
+    /// let step = sampler.epoch(Epoch::ZERO, 0..4)?.next().ok_or("no step")?;
+    /// let weights: Vec<u64> = step.micro_batches().map(|batch| batch.real_tokens).collect();
+    /// assert_eq!((weights, step.real_tokens), (vec![9, 8, 5], 22));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn micro_batches(&self) -> impl Iterator<Item = &Batch> {
+        iter::once(&self.batch).chain(&self.later_batches)
+    }
+
+    /// Returns the factor for this rank's mean loss over all its tokens before gradients are
+    /// averaged over the ranks, so that every token of the step has the same weight; 0 for a step without tokens.
     ///
     /// With n of N tokens on this rank, the factor is n · W / N. The average of the weighted means
     /// over the W ranks is then the mean over all N tokens.
@@ -64,7 +97,9 @@ impl Step {
         if self.real_tokens == 0 {
             return 0.0;
         }
-        self.batch.real_tokens as f64 * self.world_size as f64 / self.real_tokens as f64
+        let rank_tokens = self.micro_batches().map(|batch| batch.real_tokens);
+        let rank_tokens = rank_tokens.fold(0, u64::saturating_add);
+        rank_tokens as f64 * self.world_size as f64 / self.real_tokens as f64
     }
 }
 
@@ -193,12 +228,98 @@ pub struct Steps<L> {
     placement: Placement,
     config: DistributedConfig,
     plan: BatchPlan<Arc<L>>,
-    /// Indices of the batches, step by step: one batch per rank, or one batch in a dealt step.
+    /// Indices of the batches, step by step: one batch per rank, or one batch in a dealt step; with
+    /// accumulation, micro-step by micro-step.
     batch_indices: Vec<u32>,
-    batches_per_step: usize,
+    sizes: StepSizes,
     remaining: Range<usize>,
     /// State at the first step.
     start: BatchState,
+    /// Report of steps with micro-batches.
+    grid_report: Option<GridReport>,
+}
+
+/// The number of batches in each step.
+#[derive(Clone, Debug)]
+enum StepSizes {
+    Equal(usize),
+    /// Ends of the steps in the list of batches.
+    Ends(Vec<usize>),
+}
+
+impl StepSizes {
+    /// Returns the range of a step in the list of batches.
+    fn range(&self, step: usize) -> Range<usize> {
+        match self {
+            Self::Equal(size) => step * size..(step + 1) * size,
+            Self::Ends(ends) => self.end_before(step)..ends[step],
+        }
+    }
+
+    /// Returns the number of batches in the steps before this one.
+    fn end_before(&self, step: usize) -> usize {
+        match self {
+            Self::Equal(size) => step * size,
+            Self::Ends(ends) => step.checked_sub(1).map_or(0, |last| ends[last]),
+        }
+    }
+}
+
+/// The batches of an epoch, step by step.
+struct PlannedSteps<L> {
+    plan: BatchPlan<L>,
+    /// Cuts of sorted sequences, before batches were split or joined.
+    cut: Vec<(u32, u32)>,
+    batch_indices: Vec<u32>,
+    sizes: StepSizes,
+}
+
+impl<L: SequenceLengths> DistributedBatchSampler<L> {
+    fn plan_grouped(
+        &self,
+        order: Vec<u32>,
+        cut: &[(u32, u32)],
+        world_size: WorldSize,
+        seed: Option<Seed>,
+    ) -> Result<PlannedSteps<Arc<L>>> {
+        let config = self.config;
+        let mut plan = self.batches_of_steps(world_size)?.plan_order(order, cut)?;
+        let cut = plan.cut();
+        let accumulation = config.accumulation.unwrap_or(1);
+        let n_batches = plan.len() as u64;
+        let per_step = WorldSize::new(world_size.as_u64().saturating_mul(accumulation))
+            .map_err(|_| Error::CannotFillStep { n_batches, world_size })?;
+        let by_cost = batches_by_cost(&mut plan, per_step, config.remainder, config.cost)?;
+        let batch_indices = order_steps(by_cost, world_size.as_usize(), seed);
+        Ok(PlannedSteps { plan, cut, batch_indices, sizes: StepSizes::Equal(per_step.as_usize()) })
+    }
+
+    fn plan_dealt(
+        &self,
+        order: Vec<u32>,
+        cut: &[(u32, u32)],
+        world_size: WorldSize,
+        seed: Option<Seed>,
+    ) -> Result<PlannedSteps<Arc<L>>> {
+        let mut plan = self.batches_of_steps(world_size)?.plan_order(order, cut)?;
+        let cut = plan.cut();
+        fill_small_batch(&mut plan, world_size, self.config.remainder)?;
+        let batch_indices = order_steps(plan.batch_indices().collect(), 1, seed);
+        Ok(PlannedSteps { plan, cut, batch_indices, sizes: StepSizes::Equal(1) })
+    }
+
+    fn plan_grids(
+        &self,
+        order: Vec<u32>,
+        grid: &GridConfig,
+        world_size: WorldSize,
+        seed: Option<Seed>,
+    ) -> Result<PlannedSteps<Arc<L>>> {
+        let batches = self.batches_of_steps(world_size)?;
+        let GridSteps { plan, ends } = plan_grid(batches, order, grid, &self.config, world_size)?;
+        let (batch_indices, ends) = order_grids(&plan, &ends, world_size.as_usize(), seed);
+        Ok(PlannedSteps { plan, cut: Vec::new(), batch_indices, sizes: StepSizes::Ends(ends) })
+    }
 }
 
 impl<L: SequenceLengths> Steps<L> {
@@ -211,23 +332,20 @@ impl<L: SequenceLengths> Steps<L> {
         let UnreadOrder { epoch, order, last } = unread;
         let config = sampler.config;
         let world_size = placement.world_size();
-        let mut plan = sampler.batches_of_steps(world_size)?.plan_order(order, cut)?;
-        // The cut must match the plan before batches are split or joined.
-        let cut = plan.cut();
-        let (batch_indices, batches_per_step) = match config.layout {
-            StepLayout::Grouped => {
-                let by_cost =
-                    batches_by_cost(&mut plan, world_size, config.remainder, config.cost)?;
-                (by_cost, world_size.as_usize())
-            }
-            StepLayout::Dealt => {
-                fill_small_batch(&mut plan, world_size, config.remainder)?;
-                (plan.batch_indices().collect(), 1)
-            }
-        };
         let seed = config.shuffle.map(|seed| seed.derive(epoch.as_u64()));
-        let batch_indices = order_steps(batch_indices, batches_per_step, seed);
-        let n_steps = batch_indices.len() / batches_per_step;
+        let has_grid =
+            config.accumulation.is_some() || matches!(config.layout, StepLayout::Grid(_));
+        let plain_order = has_grid.then(|| order.clone());
+        let planned = match config.layout {
+            StepLayout::Grouped => sampler.plan_grouped(order, cut, world_size, seed)?,
+            StepLayout::Dealt => sampler.plan_dealt(order, cut, world_size, seed)?,
+            StepLayout::Grid(grid) => sampler.plan_grids(order, &grid, world_size, seed)?,
+        };
+        let PlannedSteps { plan, cut, batch_indices, sizes } = planned;
+        let n_steps = match &sizes {
+            StepSizes::Equal(size) => batch_indices.len() / size,
+            StepSizes::Ends(ends) => ends.len(),
+        };
         let start = BatchState {
             format_version: 1,
             epoch,
@@ -244,7 +362,20 @@ impl<L: SequenceLengths> Steps<L> {
             earlier_worlds: last.map_or_else(Vec::new, BatchState::into_worlds),
         };
         let remaining = 0..n_steps;
-        Ok(Self { placement, config, plan, batch_indices, batches_per_step, remaining, start })
+        let mut steps = Self {
+            placement,
+            config,
+            plan,
+            batch_indices,
+            sizes,
+            remaining,
+            start,
+            grid_report: None,
+        };
+        if let Some(order) = plain_order {
+            steps.grid_report = Some(steps.measure_grid(order)?);
+        }
+        Ok(steps)
     }
 
     /// Returns the state after the steps read so far.
@@ -282,7 +413,7 @@ impl<L: SequenceLengths> Steps<L> {
 
     /// Removes the sequences of the steps read so far from the order that these steps read.
     fn remove_read(&self, mut unread: UnreadOrder) -> UnreadOrder {
-        let n_batches = self.remaining.start * self.batches_per_step;
+        let n_batches = self.sizes.end_before(self.remaining.start);
         let mut batches = self.batch_indices[..n_batches].to_vec();
         // A batch that is repeated to fill a step is read from the order once.
         batches.sort_unstable();
@@ -313,26 +444,32 @@ impl<L: SequenceLengths> Steps<L> {
         report
     }
 
+    /// Reports the costs of all ranks and steps, if steps have micro-batches: in a grid, or with
+    /// accumulation.
+    pub fn grid_report(&self) -> Option<&GridReport> {
+        self.grid_report.as_ref()
+    }
+
     /// Returns the batches of all ranks in a step, rank by rank, or `None` if there are fewer
-    /// steps.
+    /// steps. With accumulation, micro-step by micro-step.
     #[doc(hidden)]
     pub fn step(&self, step: usize) -> Option<Vec<Batch>> {
         (step < self.n_steps()).then(|| self.step_batches(step))
     }
 
     fn n_steps(&self) -> usize {
-        self.batch_indices.len() / self.batches_per_step
+        self.remaining.end
     }
 
-    /// Returns the indices of the batches of a step: one per rank, or one that is dealt to all
-    /// ranks.
+    /// Returns the indices of the batches of a step: one per rank and micro-step, or one that is
+    /// dealt to all ranks.
     fn batch_indices_of_step(&self, step: usize) -> &[u32] {
-        &self.batch_indices[step * self.batches_per_step..][..self.batches_per_step]
+        &self.batch_indices[self.sizes.range(step)]
     }
 
     fn step_batches(&self, step: usize) -> Vec<Batch> {
         match self.config.layout {
-            StepLayout::Grouped => self
+            StepLayout::Grouped | StepLayout::Grid(_) => self
                 .batch_indices_of_step(step)
                 .iter()
                 .map(|&index| self.plan.batch(index as usize))
@@ -341,14 +478,73 @@ impl<L: SequenceLengths> Steps<L> {
         }
     }
 
-    fn rank_batch(&self, rank: usize, step: usize) -> Option<Batch> {
+    /// Returns the batches of a rank, one per micro-step.
+    fn rank_batches(&self, rank: usize, step: usize) -> Vec<Batch> {
         match self.config.layout {
-            StepLayout::Grouped => {
-                let index = self.batch_indices_of_step(step).get(rank)?;
-                Some(self.plan.batch(*index as usize))
+            StepLayout::Grouped | StepLayout::Grid(_) => {
+                let indices = self.batch_indices_of_step(step).iter().skip(rank);
+                let indices = indices.step_by(self.placement.world_size().as_usize());
+                indices.map(|&index| self.plan.batch(index as usize)).collect()
             }
-            StepLayout::Dealt => self.deal(step).nth(rank).map(|part| self.batch(part)),
+            StepLayout::Dealt => {
+                self.deal(step).nth(rank).map(|part| self.batch(part)).into_iter().collect()
+            }
         }
+    }
+
+    /// Reports the grids of all steps, beside the sequences of `order` in equally many cells of equal
+    /// counts.
+    fn measure_grid(&self, order: Vec<u32>) -> Result<GridReport> {
+        let order = self.plan.sampler().admit_all(order, &mut PaddingReport::default())?;
+        let mut rest = order.as_slice();
+        let mut report = GridReport::new(self.placement.world_size());
+        let synchronization = match self.config.layout {
+            StepLayout::Grid(grid) => grid.synchronization,
+            StepLayout::Grouped | StepLayout::Dealt => Synchronization::MicroStep,
+        };
+        for step in 0..self.n_steps() {
+            let cells = self.grid_cells(step);
+            let n_sequences: usize = cells.iter().map(|cell| cell.n_sequences).sum();
+            let (plain, later) = rest.split_at(n_sequences.min(rest.len()));
+            report.add(&cells, &self.plain_cells(plain, cells.len()), synchronization);
+            rest = later;
+        }
+        Ok(report)
+    }
+
+    fn grid_cells(&self, step: usize) -> Vec<CellSize> {
+        let cells = self.batch_indices_of_step(step).iter().map(|&index| {
+            let batch = self.plan.planned_batch(index as usize);
+            CellSize {
+                n_sequences: batch.len(),
+                real_tokens: batch.real_tokens,
+                padded_tokens: self.plan.padded_tokens(batch),
+                cost: batch_cost(&self.plan, index as usize, self.config.cost),
+            }
+        });
+        cells.collect()
+    }
+
+    /// Returns the cells of sequences in equal counts.
+    fn plain_cells(&self, order: &[u32], n_cells: usize) -> Vec<CellSize> {
+        let bound = |cell: usize| cell * order.len() / n_cells;
+        let cells = (0..n_cells).map(|cell| self.plain_cell(&order[bound(cell)..bound(cell + 1)]));
+        cells.collect()
+    }
+
+    fn plain_cell(&self, indices: &[u32]) -> CellSize {
+        let limits = self.plan.limits();
+        let cost = self.config.cost;
+        let real_tokens = self.plan.lengths(indices).fold(0, u64::saturating_add);
+        let (padded_tokens, cost) = if limits.is_packing() {
+            let costs = self.plan.lengths(indices).map(|length| cost.for_length(length));
+            (real_tokens, costs.fold(0, u64::saturating_add))
+        } else {
+            let padded = limits.padded_length(self.plan.lengths(indices).max().unwrap_or(0));
+            let n_rows = indices.len() as u64;
+            (padded.saturating_mul(n_rows), cost.for_length(padded).saturating_mul(n_rows))
+        };
+        CellSize { n_sequences: indices.len(), real_tokens, padded_tokens, cost }
     }
 
     /// Divides the sequences of a dealt step over the ranks, and returns the sequences of each
@@ -373,11 +569,12 @@ impl<L: SequenceLengths> Steps<L> {
         let placement = self.placement;
         let indices = self.batch_indices_of_step(step).iter();
         let tokens = indices.map(|&index| self.plan.planned_batch(index as usize).real_tokens);
-        let rank_batch = self.rank_batch(placement.rank().as_usize(), step);
+        let mut batches = self.rank_batches(placement.rank().as_usize(), step).into_iter();
         #[expect(clippy::expect_used, reason = "steps are made for the world of the placement")]
-        let batch = rank_batch.expect("every rank has a batch");
+        let batch = batches.next().expect("every rank has a batch");
         Step {
             batch,
+            later_batches: batches.collect(),
             real_tokens: tokens.fold(0, u64::saturating_add),
             world_size: placement.world_size().as_u64(),
         }
@@ -404,6 +601,34 @@ fn order_steps(mut batch_indices: Vec<u32>, per_step: usize, seed: Option<Seed>)
         None => steps.sort_unstable(),
     }
     steps.concat()
+}
+
+/// Orders the cells of grids step by step: as planned, or with steps and ranks shuffled. A shuffle
+/// gives the ranks of a step new numbers, so that no rank always gets the larger batches. Returns
+/// the batches, and the ends of the steps.
+fn order_grids<L: SequenceLengths>(
+    plan: &BatchPlan<L>,
+    ends: &[usize],
+    n_ranks: usize,
+    seed: Option<Seed>,
+) -> (Vec<u32>, Vec<usize>) {
+    let all: Vec<u32> = plan.batch_indices().collect();
+    let Some(seed) = seed else { return (all, ends.to_vec()) };
+    let starts = iter::once(0).chain(ends.iter().copied());
+    let mut steps: Vec<&[u32]> = starts.zip(ends).map(|(start, &end)| &all[start..end]).collect();
+    shuffle(&mut steps, seed);
+    let rank_seed = seed.derive(u64::MAX);
+    let mut ordered = Vec::with_capacity(all.len());
+    let mut new_ends = Vec::with_capacity(ends.len());
+    for (index, step) in (0..).zip(steps) {
+        let mut ranks: Vec<usize> = (0..n_ranks).collect();
+        shuffle(&mut ranks, rank_seed.derive(index));
+        for micro_step in step.chunks(n_ranks) {
+            ordered.extend(ranks.iter().map(|&rank| micro_step[rank]));
+        }
+        new_ends.push(ordered.len());
+    }
+    (ordered, new_ends)
 }
 
 impl<L: SequenceLengths> Iterator for Steps<L> {

@@ -2,6 +2,7 @@
 
 pub(crate) mod histogram;
 pub(crate) mod minima;
+pub(crate) mod split;
 
 use std::sync::Arc;
 

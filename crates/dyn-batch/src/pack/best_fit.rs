@@ -12,23 +12,28 @@
 
 use crate::{
     lengths::histogram::{LengthHistogram, LengthRun},
-    limits::RowSpace,
+    limits::{BatchLimits, RowItem, RowSpace},
     pack::PackedRows,
 };
 
 /// The end of a list of rows.
 const NONE: u32 = u32::MAX;
 
-pub(super) fn assign(histogram: &LengthHistogram, row: RowSpace) -> PackedRows {
+/// Limit on the rows with enough tokens that are passed over because of `max_cost`, so that a
+/// placement takes constant time. Without this limit on costs, none is passed over.
+const MAX_PASSED_OVER: usize = 64;
+
+pub(super) fn assign(histogram: &LengthHistogram, limits: &BatchLimits) -> PackedRows {
     let Some(shortest) = histogram.runs().first() else {
         return PackedRows { row_of: Vec::new(), free_space: Vec::new() };
     };
-    let mut open = RowsBySpace::new(row, shortest.length);
+    let mut open = RowsBySpace::new(limits.empty_row(), limits.row_item(shortest.length));
     let mut row_of = Vec::with_capacity(histogram.count() as usize);
     for &LengthRun { length, count } in histogram.runs().iter().rev() {
+        let item = limits.row_item(length);
         let mut n_unplaced = count;
         while n_unplaced > 0 {
-            let (row, n_placed) = open.place(length, n_unplaced);
+            let (row, n_placed) = open.place(item, n_unplaced);
             row_of.extend(std::iter::repeat_n(row, n_placed as usize));
             n_unplaced -= n_placed;
         }
@@ -39,6 +44,8 @@ pub(super) fn assign(histogram: &LengthHistogram, row: RowSpace) -> PackedRows {
 /// The rows indexed by free space.
 struct RowsBySpace {
     row: RowSpace,
+    /// Least cost of a sequence; rows with less are closed.
+    least_cost: u64,
     /// Last row with this much free space, or [`NONE`].
     heads: Vec<u32>,
     spaces: BitSet,
@@ -49,12 +56,13 @@ struct RowsBySpace {
 }
 
 impl RowsBySpace {
-    fn new(row: RowSpace, shortest: u64) -> Self {
+    fn new(row: RowSpace, shortest: RowItem) -> Self {
         // The most useful free space is in a row with one of the shortest sequences; emptier rows
         // are new.
-        let max_space = (row.tokens - shortest) as usize;
+        let max_space = (row.tokens - shortest.length) as usize;
         Self {
             row,
+            least_cost: shortest.cost,
             heads: vec![NONE; max_space + 1],
             spaces: BitSet::new(max_space + 1),
             next: Vec::new(),
@@ -62,24 +70,43 @@ impl RowsBySpace {
         }
     }
 
-    /// Puts up to `count` sequences of `length` into the fullest row with enough space; returns the
+    /// Puts up to `count` sequences like this one into the fullest row with enough space; returns the
     /// row and the number placed.
     ///
     /// Placed one by one, the sequences would go to the same row, because a row that takes one
     /// sequence becomes fuller than all other rows with space.
-    fn place(&mut self, length: u64, count: u64) -> (u32, u64) {
-        let row = match self.spaces.first_from(length as usize) {
-            Some(space) => self.pop(space),
+    fn place(&mut self, item: RowItem, count: u64) -> (u32, u64) {
+        let row = match self.pop_fullest(item) {
+            Some(row) => row,
             None => self.push_new(),
         };
         let free_space = &mut self.free_space[row as usize];
-        let n_placed = count.min(free_space.capacity(length));
-        *free_space = free_space.after_adding(length, n_placed);
-        let RowSpace { tokens, sequences } = *free_space;
-        if sequences > 0 {
+        let n_placed = count.min(free_space.capacity(item));
+        *free_space = free_space.after_adding(item, n_placed);
+        let RowSpace { tokens, sequences, cost } = *free_space;
+        if sequences > 0 && cost >= self.least_cost {
             self.push(row, tokens as usize);
         }
         (row, n_placed)
+    }
+
+    /// Removes the fullest row with enough space from the index.
+    fn pop_fullest(&mut self, item: RowItem) -> Option<u32> {
+        let mut passed_over = Vec::new();
+        let mut found = None;
+        while found.is_none() && passed_over.len() < MAX_PASSED_OVER {
+            let Some(space) = self.spaces.first_from(item.length as usize) else { break };
+            let row = self.pop(space);
+            if self.free_space[row as usize].cost >= item.cost {
+                found = Some(row);
+            } else {
+                passed_over.push(row);
+            }
+        }
+        for row in passed_over.into_iter().rev() {
+            self.push(row, self.free_space[row as usize].tokens as usize);
+        }
+        found
     }
 
     fn push_new(&mut self) -> u32 {
@@ -161,6 +188,7 @@ mod tests {
     use core_types::Seed;
 
     use super::*;
+    use crate::config::{BatchConfig, DynamicBatchStrategy, Packing};
 
     #[test]
     fn bit_set_matches_ordered_set() {
@@ -212,16 +240,21 @@ mod tests {
     /// by the definition.
     fn pack(seed: u64, sequences: u64) -> (Vec<u32>, Vec<u32>) {
         let draw = |i| Seed::new(seed).derive(i).as_u64();
-        let row = RowSpace { tokens: 20 + draw(0) % 100, sequences };
+        let config = BatchConfig::default()
+            .with_strategy(DynamicBatchStrategy::Pack(Packing::BestFit))
+            .with_max_tokens(20 + draw(0) % 100)
+            .with_max_batch_size(sequences);
+        let limits = BatchLimits::new(config).unwrap();
+        let row = limits.empty_row();
         let lengths: Vec<u64> = (0..seed).map(|i| draw(i + 2) % (row.tokens + 1)).collect();
-        let rows = assign(&LengthHistogram::new(lengths.iter().copied()), row);
+        let rows = assign(&LengthHistogram::new(lengths.iter().copied()), &limits);
         let mut sorted = lengths.clone();
         sorted.sort_unstable_by(|a, b| b.cmp(a));
         let mut rooms = vec![row; rows.free_space.len()];
         let mut spaces = Vec::new();
         for (length, &row) in sorted.iter().zip(&rows.row_of) {
             let room = &mut rooms[row as usize];
-            *room = RowSpace { tokens: room.tokens - length, sequences: room.sequences - 1 };
+            *room = room.after_adding(limits.row_item(*length), 1);
             spaces.push(room.tokens as u32);
         }
         (spaces, reference(&lengths, row))

@@ -1,6 +1,9 @@
 //! Packing in the order of arrival.
 
-use crate::{batch::Sequence, limits::RowSpace};
+use crate::{
+    batch::Sequence,
+    limits::{RowItem, RowSpace},
+};
 
 /// A few open rows.
 #[derive(Clone, Debug)]
@@ -18,13 +21,18 @@ impl OpenRows {
 
     /// Puts a sequence into the fullest row with enough space, and passes full rows to `done`. If
     /// no row has space and no more rows may be opened, the fullest row is passed to `done` first.
-    pub(crate) fn push(&mut self, sequence: Sequence, mut done: impl FnMut(Vec<Sequence>)) {
-        let index = match self.fullest(|space| space.capacity(sequence.length) > 0) {
+    pub(crate) fn push(
+        &mut self,
+        sequence: Sequence,
+        item: RowItem,
+        mut done: impl FnMut(Vec<Sequence>),
+    ) {
+        let index = match self.fullest(|space| space.holds(item)) {
             Some(index) => index,
             None => self.open(&mut done),
         };
         let (space, sequences) = &mut self.rows[index];
-        *space = space.after_adding(sequence.length, 1);
+        *space = space.after_adding(item, 1);
         sequences.push(sequence);
         if space.tokens == 0 || space.sequences == 0 {
             done(self.rows.remove(index).1);

@@ -11,7 +11,11 @@
     reason = "counts, positions and table entries fit into the memory that has them"
 )]
 
-use crate::{lengths::histogram::LengthHistogram, limits::RowSpace, pack::PackedRows};
+use crate::{
+    lengths::histogram::LengthHistogram,
+    limits::{RowItem, RowSpace},
+    pack::PackedRows,
+};
 
 /// Limits on the choices of a search for one row, tried in turn. A long search fills the row
 /// better; a short one keeps long sequences together and leaves short ones for later rows. The
@@ -22,6 +26,11 @@ pub(super) const MAX_STEPS: [u32; 7] = [100, 200, 300, 400, 600, 1000, 4000];
 /// µs. A million sequences of the eight test sets need at most 6 per sequence.
 pub(super) const CHOICES: u64 = 1 << 24;
 pub(super) const CHOICES_PER_SEQUENCE: u64 = 16;
+
+/// Returns the space of a sequence; `BatchLimits` rejects limits on the cost of these rows.
+fn without_cost(length: u64) -> RowItem {
+    RowItem { length, cost: 0 }
+}
 
 /// The sequences that are not in a row yet.
 struct UnpackedLengths {
@@ -141,7 +150,7 @@ fn add_rows(
 ) {
     let mut space = empty;
     for piece in pieces {
-        space = space.after_adding(unpacked.entries[piece.entry].length, piece.count);
+        space = space.after_adding(without_cost(unpacked.entries[piece.entry].length), piece.count);
     }
     for _ in 0..unpacked.max_repeats(pieces) {
         for &piece in pieces {
@@ -179,10 +188,10 @@ impl<'a> RowSearch<'a> {
     /// row. Returns true if the search is over.
     fn take(&mut self, entry: usize, space: RowSpace) -> bool {
         let LengthEntry { length, count, .. } = self.unpacked.entries[entry];
-        for count in (1..=count.min(space.capacity(length))).rev() {
+        for count in (1..=count.min(space.capacity(without_cost(length)))).rev() {
             self.steps = self.steps.saturating_sub(1);
             self.taken.push(RowPiece { entry, count });
-            let is_over = self.fill(entry + 1, space.after_adding(length, count));
+            let is_over = self.fill(entry + 1, space.after_adding(without_cost(length), count));
             self.taken.pop();
             if is_over {
                 return true;

@@ -8,7 +8,7 @@ pub(crate) use in_order::OpenRows;
 
 use crate::{
     lengths::histogram::{LengthHistogram, LengthRun},
-    limits::RowSpace,
+    limits::{BatchLimits, RowSpace},
 };
 
 /// The rows of all sequences.
@@ -21,14 +21,15 @@ pub(crate) struct PackedRows {
 }
 
 /// Assigns sequences to rows by best-fit decreasing.
-pub(crate) fn best_fit(histogram: &LengthHistogram, empty: RowSpace) -> PackedRows {
-    best_fit::assign(histogram, empty)
+pub(crate) fn best_fit(histogram: &LengthHistogram, limits: &BatchLimits) -> PackedRows {
+    best_fit::assign(histogram, limits)
 }
 
 /// Assigns sequences to rows by the search that needs the fewest rows, or by best fit if no search
 /// needs fewer. Searching stops at the lower bound, or when the choices are used up.
-pub(crate) fn minimum_slack(histogram: &LengthHistogram, empty: RowSpace) -> PackedRows {
-    let mut fewest = best_fit(histogram, empty);
+pub(crate) fn minimum_slack(histogram: &LengthHistogram, limits: &BatchLimits) -> PackedRows {
+    let empty = limits.empty_row();
+    let mut fewest = best_fit(histogram, limits);
     let bound = lower_bound(histogram, empty);
     let mut choices =
         minimum_slack::CHOICES + minimum_slack::CHOICES_PER_SEQUENCE * histogram.count();

@@ -66,7 +66,11 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
     }
 
     /// Returns the sequences of an order that are not skipped.
-    fn admit_all(&self, order: Vec<u32>, report: &mut PaddingReport) -> Result<Vec<u32>> {
+    pub(crate) fn admit_all(
+        &self,
+        order: Vec<u32>,
+        report: &mut PaddingReport,
+    ) -> Result<Vec<u32>> {
         let longest = self.longest(order.iter().copied())?;
         // If the longest sequence is admitted in full, all are.
         if let Ok(Admission::Whole(_)) = self.limits().admit(longest) {
@@ -135,6 +139,23 @@ impl<L: SequenceLengths> BatchPlan<L> {
         Ok(Self { sampler, indices, batches, repeats_start: usize::MAX, drop_counts })
     }
 
+    /// Returns a plan without batches, and the sequences of an order that are not skipped.
+    pub(crate) fn admitted(
+        sampler: DynamicBatchSampler<L>,
+        order: Vec<u32>,
+    ) -> Result<(Self, Vec<u32>)> {
+        let mut drop_counts = PaddingReport::default();
+        let admitted = sampler.admit_all(order, &mut drop_counts)?;
+        let plan = Self {
+            sampler,
+            indices: Vec::with_capacity(admitted.len()),
+            batches: Vec::new(),
+            repeats_start: usize::MAX,
+            drop_counts,
+        };
+        Ok((plan, admitted))
+    }
+
     /// Plans the batches of a strategy that arranges all sequences at once.
     fn from_whole_set(
         sampler: DynamicBatchSampler<L>,
@@ -187,6 +208,10 @@ impl<L: SequenceLengths> BatchPlan<L> {
         self.sampler.limits()
     }
 
+    pub(crate) fn sampler(&self) -> &DynamicBatchSampler<L> {
+        &self.sampler
+    }
+
     /// Returns a batch; panics if `index` is out of range.
     pub(crate) fn batch(&self, index: usize) -> Batch {
         self.limits().batch(self.sequences(index))
@@ -205,6 +230,16 @@ impl<L: SequenceLengths> BatchPlan<L> {
         indices: &'b [u32],
     ) -> impl ExactSizeIterator<Item = Sequence> + DoubleEndedIterator + 'b {
         indices.iter().map(|&index| self.sampler.admitted_sequence(index))
+    }
+
+    /// Returns the lengths of admitted sequences.
+    pub(crate) fn lengths<'b>(&'b self, indices: &'b [u32]) -> impl Iterator<Item = u64> + 'b {
+        self.measure_all(indices).map(|sequence| sequence.length)
+    }
+
+    /// Counts dropped sequences.
+    pub(crate) fn count_dropped(&mut self, count: usize) {
+        self.drop_counts.dropped += count as u64;
     }
 
     /// Returns the report without batches: only skipped, truncated and dropped sequences.

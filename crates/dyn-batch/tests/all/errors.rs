@@ -216,8 +216,9 @@ fn unsupported_packing_settings_are_rejected() {
         "packed rows have no length, set max_tokens",
     );
     let pack = pack.with_max_tokens(64);
+    let slack = packing(Packing::MinimumSlack).with_max_tokens(64);
     for (setting, config) in [
-        ("max_cost", pack.clone().with_max_cost(9, Cost::TOKENS)),
+        ("max_cost", slack.with_max_cost(9, Cost::TOKENS)),
         ("batch_size_multiple", pack.clone().with_batch_size_multiple(2)),
         ("length_multiple", pack.clone().with_length_multiple(8)),
     ] {

@@ -11,7 +11,8 @@ use core_types::{Epoch, Placement, Seed, WorldSize};
 use dist_sampler::{DistributedSampler, MixtureEnd, MixturePart, SamplerConfig};
 use dyn_batch::{
     Batch, BatchConfig, BatchState, Buckets, DistributedBatchSampler, DistributedConfig,
-    DynamicBatchSampler, DynamicBatchStrategy, PaddingReport, Steps,
+    DynamicBatchSampler, DynamicBatchStrategy, GridConfig, PaddingReport, Remainder, StepLayout,
+    Steps,
 };
 
 use serde::{Deserialize, Serialize};
@@ -72,16 +73,18 @@ pub(crate) struct Batching {
     pub(crate) max_tokens: u64,
     /// Maximum sequences of a batch, if limited.
     pub(crate) max_batch_size: Option<u64>,
-    /// Number of batches in a step: 1 for padded rows. A packed row is a batch, and a step may have
-    /// several.
+    /// Number of batches in a micro-batch: 1 for padded rows. A packed row is a batch, and a
+    /// micro-batch may have several.
     pub(crate) n_batches: u64,
+    /// Number of micro-batches in a step, if gradients are accumulated.
+    pub(crate) accumulate: Option<u64>,
 }
 
 impl Batching {
     /// Groups sequences of similar length into batches, one per step.
     pub(crate) fn bucketed(max_tokens: u64) -> Self {
         let strategy = DynamicBatchStrategy::Bucket(Buckets::Width(BUCKET_WIDTH));
-        Self { strategy, max_tokens, max_batch_size: None, n_batches: 1 }
+        Self { strategy, max_tokens, max_batch_size: None, n_batches: 1, accumulate: None }
     }
 }
 
@@ -91,12 +94,19 @@ impl Batching {
 /// not depend on the number of devices, which may change when a run is resumed.
 #[derive(Debug)]
 pub(crate) struct BatchSchedule {
+<<<<<<< HEAD
     /// Orders of the sequences, by the first epoch and step of each. One begins at the first step.
     orders: BTreeMap<(u64, u64), DistributedSampler>,
     /// Number of texts in a mixture.
     n_parts: usize,
     /// The "ranks" of this sampler are the batches of a step, which the mesh divides later.
+=======
+    /// Orders of the sequences, by the first epoch of each. One begins at epoch 0.
+    orders: BTreeMap<u64, DistributedSampler>,
+    /// The "ranks" of this sampler are the batches of a micro-batch, which the mesh divides later.
+>>>>>>> wt-grid
     steps: DistributedBatchSampler<Vec<u64>>,
+    batches_per_micro_batch: usize,
 }
 
 /// One step, with the batches of all devices.
@@ -104,10 +114,18 @@ pub(crate) struct BatchSchedule {
 pub(crate) struct ScheduledStep {
     /// Epoch of the step.
     pub(crate) epoch: u64,
-    /// One batch of padded rows, or several packed rows.
+    /// One batch of padded rows, or several packed rows, for each micro-batch.
     pub(crate) batches: Vec<Batch>,
+    batches_per_micro_batch: usize,
     /// Position after the step.
     pub(crate) state: BatchState,
+}
+
+impl ScheduledStep {
+    /// Returns the batches of each micro-batch.
+    pub(crate) fn micro_batches(&self) -> impl Iterator<Item = &[Batch]> {
+        self.batches.chunks(self.batches_per_micro_batch)
+    }
 }
 
 impl BatchSchedule {
@@ -163,22 +181,49 @@ impl BatchSchedule {
         if let Some(max_batch_size) = batching.max_batch_size {
             batch_config = batch_config.with_max_batch_size(max_batch_size);
         }
+        let mut step_config = DistributedConfig::default().with_shuffle(seed.derive(BATCH_STREAM));
+        if let Some(accumulate) = batching.accumulate {
+            step_config = step_config.with_accumulation(accumulate);
+            if !matches!(batching.strategy, DynamicBatchStrategy::Pack(_)) {
+                // The batch size is the number of sequences in a step.
+                let mut grid = GridConfig::default();
+                grid.global_batch_size = batching.max_batch_size;
+                step_config = step_config.with_layout(StepLayout::Grid(grid));
+                batch_config = batch_config.with_remainder(Remainder::Keep);
+            }
+        }
         let batches = DynamicBatchSampler::new(lengths, batch_config)?;
         let placement = Placement::new(0, batching.n_batches)?;
-        let step_config = DistributedConfig::default().with_shuffle(seed.derive(BATCH_STREAM));
+        let batches_per_micro_batch = placement.world_size().as_usize();
         let steps = DistributedBatchSampler::new(batches, placement, step_config)?;
+<<<<<<< HEAD
         Ok(Self { orders, n_parts, steps })
     }
 
     /// Returns the padding of the first epoch, and the batches of each of its steps, if the weights
     /// do not change in it.
+=======
+        Ok(Self { orders, steps, batches_per_micro_batch })
+    }
+
+    /// Returns the padding of the first epoch, and the batches of each of its micro-batches.
+>>>>>>> wt-grid
     ///
     /// # Errors
     ///
     /// [`RunError::PackedRows`] if the sequences fill fewer rows than a step needs.
     pub(crate) fn first_epoch(&self) -> Result<(PaddingReport, Vec<Vec<Batch>>)> {
+<<<<<<< HEAD
         let steps = self.plan(Epoch::ZERO, self.order_at(Epoch::ZERO, 0).iter())?;
         Ok((steps.report(), (0..steps.len()).map_while(|nth| steps.step(nth)).collect()))
+=======
+        let steps = self.epoch(Epoch::ZERO)?;
+        let batches = (0..steps.len()).filter_map(|nth| steps.step(nth)).flat_map(|batches| {
+            let micro_batches = batches.chunks(self.batches_per_micro_batch).map(<[Batch]>::to_vec);
+            micro_batches.collect::<Vec<_>>()
+        });
+        Ok((steps.report(), batches.collect()))
+>>>>>>> wt-grid
     }
 
     /// Returns the number of steps of its epoch that are done at `state`, also with earlier weights.
@@ -208,14 +253,24 @@ impl BatchSchedule {
         // `skip(1)` instead of `epoch + 1`, which overflows after the last epoch.
         let later_epochs = (epoch.as_u64()..=u64::MAX).skip(1);
         let schedule = Arc::clone(self);
+<<<<<<< HEAD
         let later_steps = later_epochs.flat_map(move |epoch| {
             match schedule.epoch_steps(Epoch::new(epoch), None) {
                 Ok(epoch) => epoch.steps.into_iter().map(Ok).collect(),
+=======
+        let later_steps =
+            later_epochs.flat_map(move |epoch| match schedule.epoch(Epoch::new(epoch)) {
+                Ok(steps) => schedule.collect_steps(steps),
+>>>>>>> wt-grid
                 Err(error) => vec![Err(error)],
             }
         });
         let end = iter::once_with(|| Err(RunError::LastEpoch.into()));
+<<<<<<< HEAD
         Ok(first_epoch.into_iter().map(Ok).chain(later_steps).chain(end))
+=======
+        Ok(self.collect_steps(first_epoch).into_iter().chain(later_steps).chain(end))
+>>>>>>> wt-grid
     }
 
     /// Plans the steps of an epoch that follow `state`, or all of them.
@@ -301,6 +356,24 @@ impl BatchSchedule {
         sequences.set_epoch(epoch);
         sequences
     }
+
+    /// Returns the remaining steps of an epoch.
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
+    fn collect_steps(&self, mut steps: Steps<Vec<u64>>) -> Vec<Result<ScheduledStep>> {
+        let batches_per_micro_batch = self.batches_per_micro_batch;
+        let first = usize::try_from(steps.state().step);
+        let mut index = first.expect("steps in memory have indices of type usize");
+        let mut scheduled = Vec::with_capacity(steps.len());
+        // `next` returns only the batches of one "rank", but moves the state.
+        while steps.next().is_some() {
+            let batches = steps.step(index).expect("`next` has just returned this step");
+            let state = steps.state();
+            let epoch = state.epoch.as_u64();
+            scheduled.push(Ok(ScheduledStep { epoch, batches, batches_per_micro_batch, state }));
+            index += 1;
+        }
+        scheduled
+    }
 }
 
 /// The steps of an epoch that are mixed by the same weights.
@@ -358,6 +431,7 @@ fn sequence_config(seed: Seed) -> SamplerConfig {
     SamplerConfig::default().with_seed(seed.derive(SEQUENCE_STREAM))
 }
 
+<<<<<<< HEAD
 /// Returns the steps from the position of `steps` up to step `end`.
 fn collect_steps(steps: &Steps<Vec<u64>>, end: u64) -> Vec<ScheduledStep> {
     let mut state = steps.state();
@@ -374,6 +448,8 @@ fn collect_steps(steps: &Steps<Vec<u64>>, end: u64) -> Vec<ScheduledStep> {
     scheduled
 }
 
+=======
+>>>>>>> wt-grid
 #[cfg(test)]
 mod tests {
     use dyn_batch::Packing;
@@ -388,8 +464,19 @@ mod tests {
         let bucketed = Batching::bucketed(128);
         resumes(&schedule((10..60).collect(), &bucketed), &schedule(vec![3, 2], &bucketed));
         let strategy = DynamicBatchStrategy::Pack(Packing::BestFit);
-        let packed = Batching { strategy, max_tokens: 64, max_batch_size: None, n_batches: 2 };
+        let packed =
+            Batching { strategy, max_batch_size: None, n_batches: 2, ..Batching::bucketed(64) };
         resumes(&schedule((10..60).collect(), &packed), &schedule(vec![3, 2], &packed));
+        for accumulated in [
+            Batching { strategy: DynamicBatchStrategy::PadToMax, ..bucketed },
+            Batching { n_batches: 1, ..packed },
+        ] {
+            let accumulated = Batching { accumulate: Some(2), ..accumulated };
+            resumes(
+                &schedule((10..60).collect(), &accumulated),
+                &schedule(vec![3, 2], &accumulated),
+            );
+        }
     }
 
     #[test]
@@ -403,8 +490,13 @@ mod tests {
         for batching in [Batching::bucketed(128), Batching::bucketed(1 << 20)] {
             let schedule = mixed(&batching);
             for (epoch, expected) in [(0, [35, 15]), (1, [35, 15]), (2, [25, 25]), (9, [25, 25])] {
+<<<<<<< HEAD
                 let steps = schedule.epoch_steps(Epoch::new(epoch), None).unwrap().steps;
                 let batches = steps.into_iter().flat_map(|step| step.batches);
+=======
+                let steps = schedule.collect_steps(schedule.epoch(Epoch::new(epoch)).unwrap());
+                let batches = steps.into_iter().flat_map(|step| step.unwrap().batches);
+>>>>>>> wt-grid
                 let indices = batches.flat_map(|batch| batch.indices);
                 let (first, second): (Vec<u64>, Vec<u64>) = indices.partition(|&index| index < 40);
                 assert_eq!([first.len(), second.len()], expected, "epoch {epoch}");

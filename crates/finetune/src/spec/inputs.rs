@@ -50,6 +50,9 @@ pub struct RunInputs {
     /// Number of sequences or packed rows in a step, if limited.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub batch_size: Option<u64>,
+    /// Number of micro-batches in a step, if gradients are accumulated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub accumulate: Option<u64>,
     /// Held-out examples.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<Validation>,
@@ -84,6 +87,11 @@ pub struct Validation {
 }
 
 impl RunInputs {
+    /// Returns the number of micro-batches in a step.
+    pub(crate) fn micro_batches(&self) -> usize {
+        self.accumulate.map_or(1, |n| usize::try_from(n).unwrap_or(usize::MAX))
+    }
+
     /// Returns the model without adapters.
     ///
     /// # Errors

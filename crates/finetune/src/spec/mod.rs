@@ -221,8 +221,20 @@ impl Spec {
     /// Returns the batching of sequences.
     fn batching(&self) -> Batching {
         let bucketed = Batching::bucketed(self.max_tokens);
-        let RunInputs { rows, batch_size, context, .. } = self.finetune;
+        let RunInputs { rows, batch_size, context, accumulate, .. } = self.finetune;
+        let n_micro_batches = accumulate.unwrap_or(1);
         match (rows, batch_size) {
+            (Rows::Padded, _) if accumulate.is_some() => Batching {
+                strategy: DynamicBatchStrategy::PadToMax,
+                // A global batch may need one micro-batch that has most of its tokens.
+                max_tokens: match batch_size {
+                    Some(_) => self.max_tokens,
+                    None => self.max_tokens / n_micro_batches,
+                },
+                max_batch_size: batch_size,
+                n_batches: 1,
+                accumulate,
+            },
             (Rows::Padded, None) => bucketed,
             (Rows::Padded, Some(_)) => Batching {
                 strategy: DynamicBatchStrategy::PadToMax,
@@ -233,7 +245,8 @@ impl Spec {
                 strategy: DynamicBatchStrategy::Pack(Packing::BestFit),
                 max_tokens: context as u64,
                 max_batch_size: None,
-                n_batches: (self.max_tokens / context as u64).max(1),
+                n_batches: (self.max_tokens / context as u64 / n_micro_batches).max(1),
+                accumulate,
             },
         }
     }
@@ -438,6 +451,7 @@ pub(crate) mod tests {
             rows: Rows::Padded,
             overlong: Overlong::Split,
             batch_size: None,
+            accumulate: None,
             validation: None,
             merge: true,
             mixture: Vec::new(),

@@ -67,6 +67,7 @@ impl RunOptions {
             rows: self.rows.unwrap_or_default(),
             overlong: self.overlong.unwrap_or(default_overlong),
             batch_size: self.batch_size,
+            accumulate: self.accumulate,
             validation: self.validation.map(|fraction| Validation { fraction, every }),
             merge: false,
             mixture: self.new_mixture(),

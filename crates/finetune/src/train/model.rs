@@ -50,14 +50,33 @@ impl TrainedModel {
         Ok(Self { trained: builder.build(adamw(spec))?, model })
     }
 
-    /// Trains on a batch.
+    /// Trains on the micro-batches of a step, and returns the mean loss over all of them.
     ///
-    /// The mesh gets the whole batch and splits it. The order of sequences and the batches therefore do
+    /// The mesh gets whole batches and splits them. The order of sequences and the batches therefore do
     /// not depend on the number of devices, as they would with a sampler per replica.
-    pub(super) fn step(&mut self, batch: BatchTensors, learning_rate: f64) -> Result<Step> {
+    pub(super) fn step(
+        &mut self,
+        mut batches: Vec<BatchTensors>,
+        learning_rate: f64,
+    ) -> Result<Step> {
         let Self { model, trained } = self;
         trained.set_learning_rate(learning_rate)?;
-        Ok(trained.step(batch, |_: &Replica, units, batch| model.loss(units, batch))?)
+        let loss = |_: &Replica, units: &Units, batch| model.loss(units, batch);
+        #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+        let last = batches.pop().expect("a step has at least one batch");
+        let mut sum = 0.0;
+        let mut weight = 0.0;
+        for batch in batches {
+            let accumulated = trained.accumulate(batch, loss)?;
+            sum += accumulated.loss * accumulated.weight;
+            weight += accumulated.weight;
+        }
+        let mut step = trained.step(last, loss)?;
+        if weight > 0.0 {
+            step.loss = (sum + step.loss * step.weight) / (weight + step.weight);
+            step.weight += weight;
+        }
+        Ok(step)
     }
 
     /// Returns the loss of a batch, without updating the model.
@@ -159,6 +178,7 @@ mod tests {
             rows: Rows::Padded,
             overlong: Overlong::Error,
             batch_size: None,
+            accumulate: None,
             validation: None,
             merge: false,
             mixture: Vec::new(),

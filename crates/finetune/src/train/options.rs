@@ -89,6 +89,13 @@ pub struct RunOptions {
         )
     )]
     pub batch_size: Option<u64>,
+    /// Number of micro-batches of a step, which are trained in turn and need less memory: the next
+    /// texts are cut into batches of about equal work [default: 1]
+    #[cfg_attr(
+        feature = "clap",
+        arg(long, value_name = "N", help_heading = "Model folder and texts")
+    )]
+    pub accumulate: Option<u64>,
     /// Treatment of texts that are longer than the context [default: error; split for the small
     /// byte-level model]
     #[cfg_attr(feature = "clap", arg(long, value_enum, help_heading = "Model folder and texts"))]
@@ -153,6 +160,7 @@ impl RunOptions {
     pub(super) fn check(&self) -> Result<()> {
         for (name, value) in [
             ("batch_size", self.batch_size),
+            ("accumulate", self.accumulate),
             ("validate_every", self.validate_every),
             ("checkpoint_every", self.checkpoint_every),
             ("steps", self.steps),
@@ -189,6 +197,7 @@ impl RunOptions {
             ("init", to_text(self.init), to_text(inputs.init)),
             ("rows", self.rows.as_ref().map(variant_name), Some(variant_name(&inputs.rows))),
             ("batch_size", to_text(self.batch_size), to_text(inputs.batch_size)),
+            ("accumulate", to_text(self.accumulate), to_text(inputs.accumulate)),
             (
                 "overlong",
                 self.overlong.as_ref().map(variant_name),

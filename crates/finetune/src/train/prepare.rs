@@ -202,8 +202,9 @@ impl RunOptions {
 
     /// Returns the most tokens of a step, at least as many as the longest sequence has.
     fn checked_max_tokens(&self, inputs: &RunInputs, world_size: WorldSize) -> Result<u64> {
-        let longest = inputs.context;
-        let of_sequences = inputs.batch_size.map(|n| n.saturating_mul(longest as u64));
+        // Every micro-batch holds the longest sequence.
+        let longest = inputs.context.saturating_mul(inputs.micro_batches());
+        let of_sequences = inputs.batch_size.map(|n| n.saturating_mul(inputs.context as u64));
         match self.max_tokens.or(of_sequences) {
             None => Ok(default_max_tokens(world_size, longest)),
             Some(asked) if asked >= longest as u64 => Ok(asked),
@@ -349,7 +350,8 @@ impl PreparedRun {
         let (data, device) = (Arc::clone(&self.data), device.clone());
         let collate = move |scheduled: Result<ScheduledStep>| {
             let scheduled = scheduled?;
-            let tensors = data.collate(&scheduled.batches, &device)?;
+            let tensors = scheduled.micro_batches().map(|batches| data.collate(batches, &device));
+            let tensors = tensors.collect::<candle_core::Result<_>>()?;
             Ok(StepBatch { scheduled, tensors })
         };
         Ok(prefetch(self.schedule.steps(state)?).map(collate)?)
@@ -366,8 +368,8 @@ impl PreparedRun {
     }
 }
 
-/// A batch of a step, with its tensors.
+/// The batches of a step, with the tensors of each micro-batch.
 pub(super) struct StepBatch {
     pub(super) scheduled: ScheduledStep,
-    pub(super) tensors: BatchTensors,
+    pub(super) tensors: Vec<BatchTensors>,
 }

@@ -194,7 +194,8 @@ impl Trainer {
     pub fn check(&mut self) -> Result<GradientReport> {
         let mut batches = self.run.batches(&self.mesh.devices()[0], self.run.position())?;
         let Some(batch) = batches.next() else { return Err(RunError::LastEpoch.into()) };
-        self.model.check(batch?.tensors)
+        let mut tensors = batch?.tensors;
+        self.model.check(tensors.swap_remove(0))
     }
 
     fn advance(&mut self) -> Result<Option<Event>> {

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use candle_distributed::{
     batch::{
-        BatchConfig, Buckets, Cost, Cut, DistributedConfig, DynamicBatchStrategy, Overlong,
-        Packing, Remainder, StepLayout, StepRemainder,
+        BatchConfig, Buckets, Cost, Cut, DistributedConfig, DynamicBatchStrategy, GridConfig,
+        Overlong, Packing, Remainder, StepLayout, StepRemainder,
     },
     sampler::{self, DistributedSampler, SamplerConfig},
     types::{Epoch, Placement, Seed},
@@ -26,6 +26,8 @@ use crate::{
     "echo 12 80 15 70 9 | candle-distributed batch --lengths - --strategy dynamic --max-tokens 160"
     "# The batches of rank 3: all ranks get the same number, and the batches of a step cost about the same"
     "candle-distributed batch --lengths lengths.txt --strategy sorted --max-tokens 16384 --world-size 8 --rank 3"
+    "# The waiting of 8 ranks with 4 micro-batches each, where attention costs the square of a length"
+    "candle-distributed batch --lengths lengths.txt --strategy sorted --max-tokens 16384 --world-size 8 --steps grid --global-batch 512 --accumulate 4 --cost attention"
     "# Packed rows of 2048 tokens"
     "candle-distributed batch --lengths lengths.txt --strategy pack --capacity 2048 --format json > packed.json"
     "# Batches in the order of PyTorch's sampler, one per line, each printed as soon as it is full"
@@ -54,11 +56,12 @@ pub(crate) struct BatchArgs {
     /// Maximum number of tokens per batch, padding included
     #[arg(long, value_name = "T")]
     max_tokens: Option<u64>,
-    /// Maximum cost per batch: its size times the --cost of a sequence of its padded length
+    /// Maximum cost per batch: its size times the --cost of a sequence of its padded length, or the sum
+    /// over the sequences of a packed row
     #[arg(long, value_name = "C")]
     max_cost: Option<u64>,
-    /// Cost of a sequence [default: tokens]
-    #[arg(long, value_enum, requires = "max_cost")]
+    /// Cost of a sequence, for --max-cost and to balance micro-batches [default: tokens]
+    #[arg(long, value_enum)]
     cost: Option<CostArg>,
     /// Maximum length of a sequence
     #[arg(long, value_name = "L")]
@@ -97,15 +100,22 @@ pub(crate) struct BatchArgs {
     /// Give every batch a multiple of this many sequences [default: 1]
     #[arg(long, value_name = "M")]
     batch_size_multiple: Option<u64>,
-    /// Treatment of the last sequences if they are too few for this multiple [default: drop]
-    #[arg(long, value_enum, requires = "batch_size_multiple")]
+    /// Treatment of the last sequences if they are too few for this multiple, or for a step of `grid`
+    /// [default: drop]
+    #[arg(long, value_enum)]
     last_batch: Option<LastBatchArg>,
     /// Number of ranks that share the batches
-    #[arg(long, value_name = "W", requires = "rank")]
+    #[arg(long, value_name = "W")]
     world_size: Option<u64>,
-    /// Rank to print the batches of
+    /// Rank to print the batches of; with micro-batches, only the report is printed without it
     #[arg(long, value_name = "R", requires = "world_size")]
     rank: Option<u64>,
+    /// Number of micro-batches per rank in a step [default: 1, or the fewest for --global-batch]
+    #[arg(long, value_name = "N", requires = "world_size")]
+    accumulate: Option<u64>,
+    /// Number of sequences of all ranks in a step, for `grid` [default: as many as fit]
+    #[arg(long, value_name = "N", requires = "world_size")]
+    global_batch: Option<u64>,
     /// Method that makes the batches of a step [default: grouped]
     #[arg(long, value_enum, requires = "world_size")]
     steps: Option<StepsArg>,
@@ -203,6 +213,7 @@ enum CostArg {
     /// Number of tokens, padding included
     Tokens,
     /// Number of token pairs, as in attention
+    #[value(alias = "attention")]
     Quadratic,
 }
 
@@ -230,6 +241,8 @@ enum StepsArg {
     Grouped,
     /// One batch for all ranks, dealt out among them
     Dealt,
+    /// The next sequences as a grid of micro-batches that keeps all ranks equally busy
+    Grid,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -301,7 +314,42 @@ impl BatchArgs {
         if self.open_rows.is_some() && self.packing != Some(PackingArg::InOrder) {
             return Err(Error::usage("--open-rows needs --packing in-order"));
         }
+        self.check_grid()?;
         self.check_rows_and_steps()
+    }
+
+    /// Returns true if steps have micro-batches.
+    fn has_micro_batches(&self) -> bool {
+        self.accumulate.is_some() || self.steps == Some(StepsArg::Grid)
+    }
+
+    /// Rejects options that need micro-batches, and missing ranks.
+    fn check_grid(&self) -> Result<()> {
+        let has_micro_batches = self.has_micro_batches();
+        let is_grid = self.steps == Some(StepsArg::Grid);
+        if self.global_batch.is_some() && !is_grid {
+            return Err(Error::usage("--global-batch needs --steps grid"));
+        }
+        if self.last_batch.is_some() && self.batch_size_multiple.is_none() && !is_grid {
+            return Err(Error::usage("--last-batch needs --batch-size-multiple or --steps grid"));
+        }
+        if self.cost.is_some() && self.max_cost.is_none() && !has_micro_batches {
+            return Err(Error::usage("--cost needs --max-cost, --accumulate or --steps grid"));
+        }
+        if self.cost.is_some() && self.step_cost.is_some() && has_micro_batches {
+            return Err(Error::usage(
+                "--cost and --step-cost cannot be used together for micro-batches",
+            ));
+        }
+        if self.world_size.is_some() && self.rank.is_none() && !has_micro_batches {
+            return Err(Error::usage("--world-size needs --rank, --accumulate or --steps grid"));
+        }
+        Ok(())
+    }
+
+    /// Returns true if batches are printed, and false if only the report of all ranks is.
+    pub(super) fn prints_batches(&self) -> bool {
+        self.world_size.is_none() || self.rank.is_some()
     }
 
     /// Rejects options that do not apply to packed rows, and `--steps dealt` for strategies that do
@@ -352,12 +400,16 @@ impl BatchArgs {
         config.max_batch_size = self.max_batch_size;
         config.max_tokens = self.capacity.or(self.max_tokens);
         config.max_cost = self.max_cost;
-        config.cost = match self.cost {
-            None | Some(CostArg::Tokens) => Cost::TOKENS,
-            Some(CostArg::Quadratic) => Cost::ATTENTION,
-        };
+        config.cost = self.sequence_cost();
         config.max_sequence_length = self.max_sequence_length;
         Ok(config)
+    }
+
+    fn sequence_cost(&self) -> Cost {
+        match self.cost {
+            None | Some(CostArg::Tokens) => Cost::TOKENS,
+            Some(CostArg::Quadratic) => Cost::ATTENTION,
+        }
     }
 
     fn strategy(&self, lengths: Option<&SequenceLengthList>) -> Result<DynamicBatchStrategy> {
@@ -405,13 +457,11 @@ impl BatchArgs {
         }
     }
 
-    /// Returns the rank to print the batches of, or `None` without ranks.
+    /// Returns the rank to print the batches of, or the first for a report of all; `None` without
+    /// ranks.
     pub(super) fn placement(&self) -> Result<Option<Placement>> {
-        Ok(self
-            .world_size
-            .zip(self.rank)
-            .map(|(world_size, rank)| Placement::new(rank, world_size))
-            .transpose()?)
+        let rank = self.rank.unwrap_or(0);
+        Ok(self.world_size.map(|world_size| Placement::new(rank, world_size)).transpose()?)
     }
 
     /// Returns the configuration that shares the batches among ranks.
@@ -419,8 +469,14 @@ impl BatchArgs {
         let layout = match self.steps {
             None | Some(StepsArg::Grouped) => StepLayout::Grouped,
             Some(StepsArg::Dealt) => StepLayout::Dealt,
+            Some(StepsArg::Grid) => {
+                let mut grid = GridConfig::default();
+                grid.global_batch_size = self.global_batch;
+                StepLayout::Grid(grid)
+            }
         };
         let cost = match self.step_cost {
+            None if self.has_micro_batches() => self.sequence_cost(),
             None | Some(StepCostArg::Tokens) => Cost::TOKENS,
             Some(StepCostArg::Attention) => Cost::ATTENTION,
         };
@@ -429,10 +485,11 @@ impl BatchArgs {
             Some(RemainderArg::Drop) => StepRemainder::Drop,
             Some(RemainderArg::Repeat) => StepRemainder::Repeat,
         };
-        let config = DistributedConfig::default()
+        let mut config = DistributedConfig::default()
             .with_layout(layout)
             .with_cost(cost)
             .with_remainder(remainder);
+        config.accumulation = self.accumulate;
         self.shuffle_seed().map_or(config, |seed| config.with_shuffle(seed))
     }
 

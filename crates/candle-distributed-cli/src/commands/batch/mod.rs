@@ -83,7 +83,7 @@ fn make_from_stream(args: &BatchArgs, on_batch: BatchCallback<'_>) -> Result<Bat
     let sequences = lengths.map(|(index, length)| Ok(Sequence { index, length: length? }));
     let mut batches = Batches::new(sequences, config)?;
     pass_selected(args, &mut batches, on_batch)?;
-    Ok(BatchTotals { left_out: *batches.report(), share: None, state: None })
+    Ok(BatchTotals { left_out: *batches.report(), share: None, state: None, grid: None })
 }
 
 /// Makes all batches after loading all lengths.
@@ -98,7 +98,7 @@ fn make_all(args: &BatchArgs, on_batch: BatchCallback<'_>) -> Result<BatchTotals
     pass_selected(args, &mut batches, on_batch)?;
     let left_out = *batches.report();
     drop(batches);
-    Ok(BatchTotals { left_out, share: None, state: None })
+    Ok(BatchTotals { left_out, share: None, state: None, grid: None })
 }
 
 /// Passes the batches selected by `--start` and `--count` to `on_batch`.
@@ -143,16 +143,22 @@ fn make_for_rank(
         rank: placement.rank().as_u64(),
         n_steps: state.n_steps,
     };
+    let grid = steps.grid_report().copied();
+    if !args.prints_batches() {
+        return Ok(BatchTotals { left_out, share: None, state: Some(state), grid });
+    }
     // The saved state follows the last printed step.
     state.step += args.start + n_batches;
     let n_skipped = commands::iterator_count(args.start);
-    for step in steps.by_ref().skip(n_skipped).take(commands::iterator_count(n_batches)) {
-        let entry = BatchEntry { batch: step.batch, step_real_tokens: Some(step.real_tokens) };
-        if on_batch(entry).is_break() {
-            break;
+    'steps: for step in steps.by_ref().skip(n_skipped).take(commands::iterator_count(n_batches)) {
+        let step_real_tokens = Some(step.real_tokens);
+        for batch in step.micro_batches() {
+            if on_batch(BatchEntry { batch: batch.clone(), step_real_tokens }).is_break() {
+                break 'steps;
+            }
         }
     }
-    Ok(BatchTotals { left_out, share: Some(share), state: Some(state) })
+    Ok(BatchTotals { left_out, share: Some(share), state: Some(state), grid })
 }
 
 /// Returns the steps of the epoch: those after the state in `--resume`, or all.

@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use candle_distributed::batch::{Batch, BatchState, PaddingReport};
+use candle_distributed::batch::{Batch, BatchState, GridReport, PaddingReport};
 use serde::Serialize;
 
 use super::args::{BatchArgs, FormatArg};
@@ -16,6 +16,8 @@ struct BatchOutput {
     share: Option<RankShare>,
     batches: Vec<BatchEntry>,
     report: BatchReport,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    grid: Option<GridReport>,
 }
 
 /// The rank of these batches.
@@ -74,6 +76,8 @@ pub(super) struct BatchTotals {
     pub(super) share: Option<RankShare>,
     /// State of the rank after these batches.
     pub(super) state: Option<BatchState>,
+    /// Report of the steps of all ranks, with micro-batches.
+    pub(super) grid: Option<GridReport>,
 }
 
 /// Warns about left-out sequences, which `--format jsonl` does not include.
@@ -94,10 +98,15 @@ pub(super) fn print(args: &BatchArgs, batches: Vec<BatchEntry>, totals: BatchTot
     padding.skipped = totals.left_out.skipped;
     padding.truncated = totals.left_out.truncated;
     padding.dropped = totals.left_out.dropped;
+    if !args.prints_batches() {
+        // The report of all ranks.
+        padding = totals.left_out;
+    }
     let rows =
         args.is_pack().then(|| PackedRows { bins: padding.batches, density: padding.efficiency() });
     let report = BatchReport { padding, rows };
-    let answer = BatchOutput { format_version: 1, share: totals.share, batches, report };
+    let grid = totals.grid;
+    let answer = BatchOutput { format_version: 1, share: totals.share, batches, report, grid };
     match args.format {
         FormatArg::Text => output::text(|out| write_text(&answer, out)),
         FormatArg::Json | FormatArg::Jsonl => output::json(&answer),
@@ -112,5 +121,9 @@ fn write_text(answer: &BatchOutput, out: &mut dyn Write) -> io::Result<()> {
     if let Some(RankShare { world_size, rank, .. }) = answer.share {
         write!(out, "rank {rank} of {world_size}: ")?;
     }
-    writeln!(out, "{}", answer.report.padding)
+    writeln!(out, "{}", answer.report.padding)?;
+    if let Some(grid) = &answer.grid {
+        writeln!(out, "{grid}")?;
+    }
+    Ok(())
 }

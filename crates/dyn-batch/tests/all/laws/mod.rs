@@ -2,6 +2,7 @@
 
 #![allow(clippy::expect_used, clippy::unwrap_used, reason = "a failed unwrap is a broken law")]
 
+mod grids;
 mod sets;
 mod stream;
 mod support;

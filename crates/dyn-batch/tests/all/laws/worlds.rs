@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use core_types::{Epoch, Placement, Seed};
 use dyn_batch::{
     BatchConfig, BatchState, Buckets, Cut, DistributedBatchSampler, DistributedConfig,
-    DynamicBatchSampler, DynamicBatchStrategy, Error, Packing, Remainder, StepLayout,
+    DynamicBatchSampler, DynamicBatchStrategy, Error, GridConfig, Packing, Remainder, StepLayout,
     StepRemainder, Steps,
 };
 use proptest::prelude::*;
@@ -45,7 +45,7 @@ impl SharedEpoch {
         let batches = DynamicBatchSampler::new(lengths, config).unwrap();
         let epoch = Self { batches, config: steps, order };
         match DistributedBatchSampler::new(epoch.batches.clone(), Placement::SINGLE, steps) {
-            Err(Error::CannotDeal) => None,
+            Err(Error::CannotDeal | Error::NotForGrid { .. }) => None,
             other => other.map(|_| Some(epoch)).unwrap(),
         }
     }
@@ -95,7 +95,10 @@ impl SharedEpoch {
             }
             let read: Vec<u64> = ranks
                 .iter_mut()
-                .flat_map(|steps| steps.by_ref().take(n_steps).flat_map(|step| step.batch.indices))
+                .flat_map(|steps| steps.by_ref().take(n_steps))
+                .flat_map(|step| {
+                    step.micro_batches().flat_map(|b| b.indices.clone()).collect::<Vec<_>>()
+                })
                 .collect();
             self.remove(&mut unread, &mut repeatable, &read);
             assert!(ranks.iter().all(|steps| steps.state() == ranks[0].state()));
@@ -104,7 +107,8 @@ impl SharedEpoch {
                 assert_eq!(unread.len() as u64, ranks[0].report().dropped);
             }
         }
-        let loses_none = self.config.remainder != StepRemainder::Drop
+        let loses_none = !matches!(self.config.layout, StepLayout::Grid(_))
+            && self.config.remainder != StepRemainder::Drop
             && self.batches.config().remainder == Remainder::Keep;
         assert!(unread.is_empty() || !loses_none, "{unread:?} are lost");
     }
@@ -127,11 +131,20 @@ impl SharedEpoch {
 }
 
 fn all_configs() -> impl Iterator<Item = DistributedConfig> {
-    let layouts = [StepLayout::Grouped, StepLayout::Dealt];
+    let grid = StepLayout::Grid(GridConfig::default());
+    let layouts = [
+        (StepLayout::Grouped, None),
+        (StepLayout::Grouped, Some(2)),
+        (StepLayout::Dealt, None),
+        (grid, None),
+        (grid, Some(2)),
+    ];
     let remainders = [StepRemainder::Split, StepRemainder::Drop, StepRemainder::Repeat];
     let config = DistributedConfig::default().with_shuffle(Seed::new(2));
-    layouts.into_iter().flat_map(move |layout| {
-        remainders.map(|remainder| config.with_layout(layout).with_remainder(remainder))
+    layouts.into_iter().flat_map(move |(layout, accumulation)| {
+        let mut config = config.with_layout(layout);
+        config.accumulation = accumulation;
+        remainders.map(|remainder| config.with_remainder(remainder))
     })
 }
 

@@ -1,0 +1,51 @@
+//! Configuration of a grid.
+
+/// The points of a step at which ranks wait for each other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
+#[non_exhaustive]
+pub enum Synchronization {
+    /// Every micro-step, as with sharded parameters: a step takes the sum of the largest cells of
+    /// its micro-steps.
+    #[default]
+    MicroStep,
+    /// Once per step, as with replicated parameters: a step takes the largest sum of a rank's cells.
+    Step,
+}
+
+/// The configuration of [`StepLayout::Grid`](crate::StepLayout::Grid).
+///
+/// # Examples
+///
+/// ```
+/// use dyn_batch::{DistributedConfig, GridConfig, StepLayout};
+///
+/// let grid = GridConfig::default().with_global_batch_size(512);
+/// let config = DistributedConfig::default().with_layout(StepLayout::Grid(grid)).with_accumulation(4);
+/// assert_eq!(config.accumulation, Some(4));
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(default, deny_unknown_fields))]
+#[non_exhaustive]
+pub struct GridConfig {
+    /// Number of sequences of a step; as many as fit by default.
+    pub global_batch_size: Option<u64>,
+    /// Points at which ranks wait for each other; [`Synchronization::MicroStep`] by default.
+    pub synchronization: Synchronization,
+}
+
+impl GridConfig {
+    /// Sets the number of sequences of a step over all ranks; as many as fit by default.
+    #[must_use]
+    pub fn with_global_batch_size(self, global_batch_size: u64) -> Self {
+        Self { global_batch_size: Some(global_batch_size), ..self }
+    }
+
+    /// Sets the points at which ranks wait for each other; [`Synchronization::MicroStep`] by default.
+    #[must_use]
+    pub fn with_synchronization(self, synchronization: Synchronization) -> Self {
+        Self { synchronization, ..self }
+    }
+}

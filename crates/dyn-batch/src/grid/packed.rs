@@ -1,0 +1,437 @@
+//! Packed cells: rows within their limits, of almost equal cost.
+//!
+//! Balancing sums under limits is hard (it contains bin packing), so the planner tries rules from the
+//! fastest to the slowest, improves each by exchanges between rows, and keeps the rows whose
+//! micro-steps take the least time. It stops at a rule that is within 1/16384 of the mean:
+//!
+//! 1. *Least cost first*: the longest sequences first, each into the row of least cost that has space
+//!    (Graham's rule, as in TRL). It fails if rows are almost full.
+//! 2. *Levels*: if the longest sequence costs more than a mean row, one micro-step at a time, each up
+//!    to the cost of the longest remaining sequence. Then the shortest sequences, which cost little,
+//!    fill the rows of the micro-step until the others have space for the rest.
+//! 3. *Least share first*: like 1, by the larger of a row's share of tokens and its share of cost.
+//! 4. *Best fit*, with its costliest rows split while there are too few. It never fails if the
+//!    sequences fit, and every rule makes exactly as many rows as the grid has cells.
+
+use std::{cmp::Reverse, collections::BTreeSet};
+
+use crate::{
+    grid::GridCell,
+    limits::{BatchLimits, RowItem, RowSpace},
+};
+
+/// A sequence with the space that it takes in a row, and its cost.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Item {
+    pub(super) position: u32,
+    pub(super) space: RowItem,
+    pub(super) cost: u64,
+}
+
+/// A row, with its items from the longest.
+#[derive(Clone, Debug)]
+pub(super) struct Row {
+    items: Vec<Item>,
+    space: RowSpace,
+    cost: u128,
+}
+
+impl Row {
+    fn empty(space: RowSpace) -> Self {
+        Self { items: Vec::new(), space, cost: 0 }
+    }
+
+    fn push(&mut self, item: Item) {
+        self.space = self.space.after_adding(item.space, 1);
+        self.cost += u128::from(item.cost);
+        self.items.push(item);
+    }
+
+    /// Removes an item; the others keep their order.
+    fn remove(&mut self, nth: usize) -> Item {
+        let item = self.items.remove(nth);
+        self.space = self.space.after_removing(item.space);
+        self.cost -= u128::from(item.cost);
+        item
+    }
+
+    fn insert(&mut self, item: Item) {
+        self.push(item);
+        self.items.sort_by_key(|item| Reverse((item.cost, item.space.length)));
+    }
+}
+
+/// Puts items, the longest first, into the fullest rows with enough space.
+pub(super) fn best_fit(items: &[Item], limits: &BatchLimits) -> Vec<Row> {
+    let mut rows: Vec<Row> = Vec::new();
+    let mut by_space: BTreeSet<(u64, usize)> = BTreeSet::new();
+    for &item in items {
+        let mut wide_enough = by_space.range((item.space.length, 0)..);
+        let found = wide_enough.find(|&&(_, row)| rows[row].space.holds(item.space)).copied();
+        let row = match found {
+            Some(entry) => {
+                by_space.remove(&entry);
+                entry.1
+            }
+            None => {
+                rows.push(Row::empty(limits.empty_row()));
+                rows.len() - 1
+            }
+        };
+        rows[row].push(item);
+        by_space.insert((rows[row].space.tokens, row));
+    }
+    rows
+}
+
+/// Arranges items, the longest first, in exactly `n_cells` rows, none of them empty, with little time
+/// in micro-steps of `n_ranks` rows. Returns `None` if best fit needs more rows.
+pub(super) fn balance_rows(
+    items: &[Item],
+    limits: &BatchLimits,
+    n_cells: usize,
+    n_ranks: usize,
+) -> Option<Vec<GridCell>> {
+    let mean_time = total_cost(items).div_ceil(n_ranks as u128);
+    let rules: [&dyn Fn() -> Option<Vec<Row>>; 4] = [
+        &|| spread_all(items, limits, n_cells, |row| row.cost),
+        &|| fill_levels(items, limits, n_cells, n_ranks),
+        &|| least_share_first(items, limits, n_cells),
+        &|| split_to(best_fit(items, limits), limits, n_cells),
+    ];
+    let mut best: Option<(u128, Vec<Row>)> = None;
+    for rule in rules {
+        let Some(mut rows) = rule() else { continue };
+        let time = improve(&mut rows, n_ranks);
+        if best.as_ref().is_none_or(|&(least, _)| time < least) {
+            best = Some((time, rows));
+        }
+        if best.as_ref().is_some_and(|&(least, _)| least - mean_time <= mean_time >> 14) {
+            break;
+        }
+    }
+    best.map(|(_, rows)| rows.into_iter().map(to_cell).collect())
+}
+
+fn to_cell(mut row: Row) -> GridCell {
+    row.items.sort_by_key(|item| (Reverse(item.space.length), item.position));
+    GridCell {
+        positions: row.items.iter().map(|item| item.position).collect(),
+        // Costs saturate.
+        cost: u64::try_from(row.cost).unwrap_or(u64::MAX),
+    }
+}
+
+fn empty_rows(limits: &BatchLimits, count: usize) -> Vec<Row> {
+    vec![Row::empty(limits.empty_row()); count]
+}
+
+/// Puts each item into the row with space that has the least `key`, first into empty rows. Returns
+/// `None` if an item does not fit.
+fn spread_all(
+    items: &[Item],
+    limits: &BatchLimits,
+    n_rows: usize,
+    key: impl Fn(&Row) -> u128,
+) -> Option<Vec<Row>> {
+    let mut rows = empty_rows(limits, n_rows);
+    for &item in items {
+        let wide_enough = rows.iter_mut().filter(|row| row.space.holds(item.space));
+        wide_enough.min_by_key(|row| (key(row), row.items.len()))?.push(item);
+    }
+    Some(rows)
+}
+
+/// Puts each item into the row with the least share, of tokens or of cost.
+fn least_share_first(items: &[Item], limits: &BatchLimits, n_rows: usize) -> Option<Vec<Row>> {
+    let total_tokens = total_tokens(items);
+    let total_cost = total_cost(items);
+    let row_tokens = limits.empty_row().tokens;
+    spread_all(items, limits, n_rows, |row| {
+        let tokens = u128::from(row_tokens - row.space.tokens);
+        row.cost.saturating_mul(total_tokens).max(tokens.saturating_mul(total_cost))
+    })
+}
+
+/// Fills one micro-step after the other while the longest item costs more than a mean row.
+fn fill_levels(
+    items: &[Item],
+    limits: &BatchLimits,
+    n_cells: usize,
+    n_ranks: usize,
+) -> Option<Vec<Row>> {
+    let mut rows = Vec::with_capacity(n_cells);
+    let mut left = items.to_vec();
+    // Later rows may be filled up to half of the space that rows have on average.
+    let mean_tokens = total_tokens(items) / n_cells as u128;
+    let row_tokens = (mean_tokens + u128::from(limits.empty_row().tokens)) / 2;
+    while rows.len() + n_ranks < n_cells {
+        let n_left = n_cells - rows.len();
+        let n_later = n_left - n_ranks;
+        let level = u128::from(left.iter().map(|item| item.cost).max()?);
+        if level <= total_cost(&left) / n_left as u128 {
+            break;
+        }
+        let mut filled = fill_level(&mut left, limits, level, n_ranks, n_later);
+        top_up(&mut filled, &mut left, row_tokens * n_later as u128, n_later);
+        rows.extend(filled);
+    }
+    let n_left = n_cells - rows.len();
+    let rest = spread_all(&left, limits, n_left, |row| row.cost);
+    rows.extend(rest.or_else(|| least_share_first(&left, limits, n_left))?);
+    Some(rows)
+}
+
+fn total_tokens(items: &[Item]) -> u128 {
+    items.iter().map(|item| u128::from(item.space.length)).sum()
+}
+
+fn total_cost(items: &[Item]) -> u128 {
+    items.iter().map(|item| u128::from(item.cost)).sum()
+}
+
+/// Moves the shortest items into rows until the others have at most `most` tokens, and keeps at least
+/// `n_kept`.
+fn top_up(rows: &mut [Row], left: &mut Vec<Item>, most: u128, n_kept: usize) {
+    let mut n_tokens = total_tokens(left);
+    while n_tokens > most && left.len() > n_kept {
+        let emptiest = rows.iter_mut().max_by_key(|row| row.space.tokens);
+        let (Some(row), Some(&item)) = (emptiest, left.last()) else { break };
+        if !row.space.holds(item.space) {
+            break;
+        }
+        row.insert(item);
+        left.pop();
+        n_tokens -= u128::from(item.space.length);
+    }
+}
+
+/// Moves items into the rows of a micro-step, up to a cost of `level`, and keeps at least `n_kept`.
+fn fill_level(
+    left: &mut Vec<Item>,
+    limits: &BatchLimits,
+    level: u128,
+    n_ranks: usize,
+    n_kept: usize,
+) -> Vec<Row> {
+    let mut rows = empty_rows(limits, n_ranks);
+    let mut n_left = left.len();
+    left.retain(|item| {
+        let has_space = |row: &&mut Row| {
+            row.space.holds(item.space) && row.cost + u128::from(item.cost) <= level
+        };
+        let wide_enough = rows.iter_mut().filter(has_space);
+        match wide_enough.min_by_key(|row| (row.cost, row.items.len())) {
+            Some(row) if n_left > n_kept => {
+                row.push(*item);
+                n_left -= 1;
+                false
+            }
+            Some(_) | None => true,
+        }
+    });
+    rows
+}
+
+/// Splits the costliest rows of several items until there are `n_cells` rows.
+fn split_to(mut rows: Vec<Row>, limits: &BatchLimits, n_cells: usize) -> Option<Vec<Row>> {
+    if rows.len() > n_cells {
+        return None;
+    }
+    while rows.len() < n_cells {
+        let several = rows.iter_mut().filter(|row| row.items.len() > 1);
+        let costliest = several.max_by_key(|row| row.cost)?;
+        let mut halves = [Row::empty(limits.empty_row()), Row::empty(limits.empty_row())];
+        for (nth, &item) in costliest.items.iter().enumerate() {
+            halves[nth % 2].push(item);
+        }
+        let [first, second] = halves;
+        *costliest = first;
+        rows.push(second);
+    }
+    Some(rows)
+}
+
+/// Exchanges items between rows while that makes the costliest row of a micro-step cheaper. Returns the
+/// sum of the costliest rows.
+fn improve(rows: &mut [Row], n_ranks: usize) -> u128 {
+    rows.sort_by_key(|row| Reverse(row.cost));
+    // The bound ends long series of tiny gains.
+    let mut n_exchanges_left = rows.iter().map(|row| row.items.len()).sum::<usize>() / 2;
+    let mut has_improved = true;
+    while has_improved {
+        has_improved = false;
+        for start in (0..rows.len()).step_by(n_ranks) {
+            while n_exchanges_left > 0 && improve_once(rows, start, n_ranks) {
+                n_exchanges_left -= 1;
+                has_improved = true;
+            }
+        }
+    }
+    rows.chunks(n_ranks).map(largest_cost).sum()
+}
+
+fn largest_cost(rows: &[Row]) -> u128 {
+    rows.iter().map(|row| row.cost).max().unwrap_or(0)
+}
+
+/// An item that the costliest row gives to another row, and an item that it takes for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Exchange {
+    /// Cost of the row that gives afterwards, or of the other row of its micro-step if that is more. It
+    /// is the first field, so the best exchange is the smallest.
+    larger: u128,
+    other: usize,
+    give: usize,
+    take: Option<usize>,
+}
+
+/// Makes the best exchange of the costliest row in the micro-step that begins at `start`: with a row of
+/// this micro-step, or else with a row of another one that stays below its costliest row. Returns true
+/// if the row became cheaper.
+fn improve_once(rows: &mut [Row], start: usize, n_ranks: usize) -> bool {
+    let micro_step = start..start + n_ranks;
+    let Some(costliest) = micro_step.clone().rev().max_by_key(|&row| rows[row].cost) else {
+        return false;
+    };
+    let from = &rows[costliest];
+    let others = micro_step.clone().filter(|&row| row != costliest);
+    let exchanges = others.filter_map(|other| best_exchange(from, &rows[other], other, None));
+    let mut best = exchanges.min().filter(|exchange| exchange.larger < from.cost);
+    if best.is_none() {
+        let elsewhere = (0..rows.len()).filter(|row| !micro_step.contains(row));
+        let exchanges = elsewhere.filter_map(|other| {
+            let other_start = other - other % n_ranks;
+            let largest = largest_cost(&rows[other_start..other_start + n_ranks]);
+            best_exchange(from, &rows[other], other, Some(largest - rows[other].cost))
+        });
+        best = exchanges.min();
+    }
+    let Some(best) = best else { return false };
+    let taken = best.take.map(|take| rows[best.other].remove(take));
+    let given = rows[costliest].remove(best.give);
+    rows[best.other].insert(given);
+    if let Some(taken) = taken {
+        rows[costliest].insert(taken);
+    }
+    true
+}
+
+/// Returns the allowed exchange that makes the costlier of both rows cheapest; with `slack`, the exchange
+/// that makes `from` cheapest and adds at most this cost to `to`.
+fn best_exchange(from: &Row, to: &Row, other: usize, slack: Option<u128>) -> Option<Exchange> {
+    // Half of the gap should move, or all of the slack.
+    let room = slack.unwrap_or_else(|| (from.cost - to.cost) / 2);
+    let mut best: Option<Exchange> = None;
+    for (give, given) in from.items.iter().enumerate() {
+        let wanted = u128::from(given.cost).saturating_sub(room);
+        let next = to.items.partition_point(|item| u128::from(item.cost) > wanted);
+        let nearest = [next.checked_sub(1), (next < to.items.len()).then_some(next)];
+        let nearest = nearest.into_iter().flatten().map(Some);
+        let nothing = (from.items.len() > 1).then_some(None);
+        for take in nearest.chain(nothing) {
+            let taken = take.map(|take| to.items[take]);
+            let moved = given.cost.saturating_sub(taken.map_or(0, |taken| taken.cost));
+            let moved = u128::from(moved);
+            let larger = match slack {
+                Some(slack) if moved > slack => continue,
+                Some(_) => from.cost - moved,
+                None => (from.cost - moved).max(to.cost + moved),
+            };
+            let exchange = Exchange { larger, other, give, take };
+            let is_better = moved > 0 && best.is_none_or(|best| exchange < best);
+            if is_better && is_allowed(from, to, given, taken) {
+                best = Some(exchange);
+            }
+        }
+    }
+    best
+}
+
+fn is_allowed(from: &Row, to: &Row, given: &Item, taken: Option<Item>) -> bool {
+    let Some(taken) = taken else { return to.space.holds(given.space) };
+    to.space.after_removing(taken.space).holds(given.space)
+        && from.space.after_removing(given.space).holds(taken.space)
+}
+
+#[cfg(test)]
+mod tests {
+    use core_types::Seed;
+
+    use super::*;
+    use crate::{
+        config::{BatchConfig, Cost, DynamicBatchStrategy, Packing},
+        grid::{GridPlanner, Synchronization},
+    };
+
+    fn limits(max_tokens: u64) -> BatchLimits {
+        let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
+        BatchLimits::new(BatchConfig::default().with_strategy(pack).with_max_tokens(max_tokens))
+            .unwrap()
+    }
+
+    fn planner(limits: &BatchLimits, n_ranks: usize) -> GridPlanner<'_> {
+        let synchronization = Synchronization::MicroStep;
+        GridPlanner { limits, cost: Cost::ATTENTION, n_ranks, synchronization }
+    }
+
+    #[test]
+    fn rows_hold_each_sequence_within_limits() {
+        for seed in 0..400_u64 {
+            let draw = |i| Seed::new(seed).derive(i).as_u64();
+            let limits = limits(30 + draw(0) % 100);
+            let n_ranks = 1 + draw(1) as usize % 4;
+            let accumulation = 1 + draw(2) as usize % 4;
+            let n_cells = n_ranks * accumulation;
+            let len = n_cells as u64 + draw(3) % 60;
+            let lengths: Vec<u64> = (0..len).map(|i| draw(i + 9) % 31).collect();
+            let planner = planner(&limits, n_ranks);
+            let cells = planner.plan(&lengths, accumulation);
+            assert_eq!(cells.is_some(), planner.n_needed(&lengths) <= n_cells, "seed {seed}");
+            let Some(cells) = cells else { continue };
+            assert_eq!(cells.len(), n_cells);
+            let mut found = Vec::new();
+            for cell in cells {
+                let length = |&position: &u32| lengths[position as usize];
+                assert!(!cell.positions.is_empty());
+                assert!(
+                    cell.positions.iter().map(length).sum::<u64>() <= limits.empty_row().tokens
+                );
+                let cost: u64 = cell.positions.iter().map(|p| length(p) * length(p)).sum();
+                assert_eq!(cell.cost, cost, "seed {seed}");
+                found.extend(cell.positions);
+            }
+            found.sort_unstable();
+            assert!(found.into_iter().eq(0..lengths.len() as u32), "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn full_rows_are_exchanged() {
+        // Best fit pairs 10 with 10, and exchanges make the costs equal.
+        let limits = limits(20);
+        let lengths = [10, 10, 5, 5, 5, 5];
+        let cells = planner(&limits, 2).plan(&lengths, 1).unwrap();
+        assert_eq!(cells.iter().map(|cell| cell.cost).collect::<Vec<_>>(), [150, 150]);
+    }
+
+    #[test]
+    fn levels_load_the_first_micro_step() {
+        let limits = limits(100);
+        let lengths = [80, 40, 40, 40, 10, 10, 10, 10];
+        let cells = planner(&limits, 2).plan(&lengths, 2).unwrap();
+        let costs: Vec<u64> = cells.iter().map(|cell| cell.cost).collect();
+        let time = costs[0].max(costs[1]) + costs[2].max(costs[3]);
+        assert!(time <= 6400 + 1900, "{costs:?}");
+    }
+
+    #[test]
+    fn huge_costs_do_not_overflow() {
+        let pack = DynamicBatchStrategy::Pack(Packing::InOrder { open_rows: 1 });
+        let config = BatchConfig::default().with_strategy(pack).with_max_tokens(u64::MAX);
+        let limits = BatchLimits::new(config).unwrap();
+        let cells = planner(&limits, 2).plan(&[u64::MAX / 4; 6], 2).unwrap();
+        assert_eq!(cells.len(), 4);
+        assert!(cells.iter().all(|cell| cell.cost == u64::MAX));
+    }
+}
