@@ -94,17 +94,11 @@ impl Batching {
 /// not depend on the number of devices, which may change when a run is resumed.
 #[derive(Debug)]
 pub(crate) struct BatchSchedule {
-<<<<<<< HEAD
     /// Orders of the sequences, by the first epoch and step of each. One begins at the first step.
     orders: BTreeMap<(u64, u64), DistributedSampler>,
     /// Number of texts in a mixture.
     n_parts: usize,
-    /// The "ranks" of this sampler are the batches of a step, which the mesh divides later.
-=======
-    /// Orders of the sequences, by the first epoch of each. One begins at epoch 0.
-    orders: BTreeMap<u64, DistributedSampler>,
     /// The "ranks" of this sampler are the batches of a micro-batch, which the mesh divides later.
->>>>>>> wt-grid
     steps: DistributedBatchSampler<Vec<u64>>,
     batches_per_micro_batch: usize,
 }
@@ -196,34 +190,22 @@ impl BatchSchedule {
         let placement = Placement::new(0, batching.n_batches)?;
         let batches_per_micro_batch = placement.world_size().as_usize();
         let steps = DistributedBatchSampler::new(batches, placement, step_config)?;
-<<<<<<< HEAD
-        Ok(Self { orders, n_parts, steps })
+        Ok(Self { orders, n_parts, steps, batches_per_micro_batch })
     }
 
-    /// Returns the padding of the first epoch, and the batches of each of its steps, if the weights
-    /// do not change in it.
-=======
-        Ok(Self { orders, steps, batches_per_micro_batch })
-    }
-
-    /// Returns the padding of the first epoch, and the batches of each of its micro-batches.
->>>>>>> wt-grid
+    /// Returns the padding of the first epoch, and the batches of each of its micro-batches, if the
+    /// weights do not change in it.
     ///
     /// # Errors
     ///
     /// [`RunError::PackedRows`] if the sequences fill fewer rows than a step needs.
     pub(crate) fn first_epoch(&self) -> Result<(PaddingReport, Vec<Vec<Batch>>)> {
-<<<<<<< HEAD
         let steps = self.plan(Epoch::ZERO, self.order_at(Epoch::ZERO, 0).iter())?;
-        Ok((steps.report(), (0..steps.len()).map_while(|nth| steps.step(nth)).collect()))
-=======
-        let steps = self.epoch(Epoch::ZERO)?;
         let batches = (0..steps.len()).filter_map(|nth| steps.step(nth)).flat_map(|batches| {
             let micro_batches = batches.chunks(self.batches_per_micro_batch).map(<[Batch]>::to_vec);
             micro_batches.collect::<Vec<_>>()
         });
         Ok((steps.report(), batches.collect()))
->>>>>>> wt-grid
     }
 
     /// Returns the number of steps of its epoch that are done at `state`, also with earlier weights.
@@ -253,24 +235,14 @@ impl BatchSchedule {
         // `skip(1)` instead of `epoch + 1`, which overflows after the last epoch.
         let later_epochs = (epoch.as_u64()..=u64::MAX).skip(1);
         let schedule = Arc::clone(self);
-<<<<<<< HEAD
         let later_steps = later_epochs.flat_map(move |epoch| {
             match schedule.epoch_steps(Epoch::new(epoch), None) {
                 Ok(epoch) => epoch.steps.into_iter().map(Ok).collect(),
-=======
-        let later_steps =
-            later_epochs.flat_map(move |epoch| match schedule.epoch(Epoch::new(epoch)) {
-                Ok(steps) => schedule.collect_steps(steps),
->>>>>>> wt-grid
                 Err(error) => vec![Err(error)],
             }
         });
         let end = iter::once_with(|| Err(RunError::LastEpoch.into()));
-<<<<<<< HEAD
         Ok(first_epoch.into_iter().map(Ok).chain(later_steps).chain(end))
-=======
-        Ok(self.collect_steps(first_epoch).into_iter().chain(later_steps).chain(end))
->>>>>>> wt-grid
     }
 
     /// Plans the steps of an epoch that follow `state`, or all of them.
@@ -282,7 +254,7 @@ impl BatchSchedule {
         };
         for part in parts {
             let planned = self.plan(epoch, part.sequences)?;
-            remaining.steps.extend(collect_steps(&planned, part.n_steps));
+            remaining.steps.extend(self.collect_steps(planned, part.n_steps));
         }
         Ok(remaining)
     }
@@ -300,7 +272,7 @@ impl BatchSchedule {
         for &(_, first_step) in self.orders.range(changes).map(|(start, _)| start) {
             part.n_steps = first_step - part.first_step;
             let planned = self.plan(epoch, part.sequences.iter().copied())?;
-            for step in collect_steps(&planned, part.n_steps) {
+            for step in self.collect_steps(planned, part.n_steps) {
                 read.extend(step.batches.into_iter().flat_map(|batch| batch.indices));
             }
             parts.push(part);
@@ -323,7 +295,7 @@ impl BatchSchedule {
             match self.steps.resume(state, part.sequences) {
                 Ok(steps) if steps.state().step <= part.n_steps => {
                     let n_done = part.first_step + steps.state().step;
-                    let steps = collect_steps(&steps, part.n_steps);
+                    let steps = self.collect_steps(steps, part.n_steps);
                     return Ok(RemainingSteps { n_done, steps });
                 }
                 Ok(_) => {}
@@ -357,19 +329,18 @@ impl BatchSchedule {
         sequences
     }
 
-    /// Returns the remaining steps of an epoch.
+    /// Returns the steps from the position of `steps` up to step `end`.
     #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
-    fn collect_steps(&self, mut steps: Steps<Vec<u64>>) -> Vec<Result<ScheduledStep>> {
+    fn self.collect_steps(self, mut steps: Steps<Vec<u64>>, end: u64) -> Vec<ScheduledStep> {
         let batches_per_micro_batch = self.batches_per_micro_batch;
-        let first = usize::try_from(steps.state().step);
-        let mut index = first.expect("steps in memory have indices of type usize");
         let mut scheduled = Vec::with_capacity(steps.len());
+        let mut index = to_usize(steps.state().step);
         // `next` returns only the batches of one "rank", but moves the state.
-        while steps.next().is_some() {
+        while steps.state().step < end && steps.next().is_some() {
             let batches = steps.step(index).expect("`next` has just returned this step");
             let state = steps.state();
             let epoch = state.epoch.as_u64();
-            scheduled.push(Ok(ScheduledStep { epoch, batches, batches_per_micro_batch, state }));
+            scheduled.push(ScheduledStep { epoch, batches, batches_per_micro_batch, state });
             index += 1;
         }
         scheduled
@@ -431,25 +402,6 @@ fn sequence_config(seed: Seed) -> SamplerConfig {
     SamplerConfig::default().with_seed(seed.derive(SEQUENCE_STREAM))
 }
 
-<<<<<<< HEAD
-/// Returns the steps from the position of `steps` up to step `end`.
-fn collect_steps(steps: &Steps<Vec<u64>>, end: u64) -> Vec<ScheduledStep> {
-    let mut state = steps.state();
-    let mut scheduled = Vec::with_capacity(steps.len());
-    while state.step < end.min(state.n_steps) {
-        let Some(batches) = steps.step(to_usize(state.step)) else { break };
-        state.step += 1;
-        scheduled.push(ScheduledStep {
-            epoch: state.epoch.as_u64(),
-            batches,
-            state: state.clone(),
-        });
-    }
-    scheduled
-}
-
-=======
->>>>>>> wt-grid
 #[cfg(test)]
 mod tests {
     use dyn_batch::Packing;
@@ -490,13 +442,8 @@ mod tests {
         for batching in [Batching::bucketed(128), Batching::bucketed(1 << 20)] {
             let schedule = mixed(&batching);
             for (epoch, expected) in [(0, [35, 15]), (1, [35, 15]), (2, [25, 25]), (9, [25, 25])] {
-<<<<<<< HEAD
                 let steps = schedule.epoch_steps(Epoch::new(epoch), None).unwrap().steps;
                 let batches = steps.into_iter().flat_map(|step| step.batches);
-=======
-                let steps = schedule.collect_steps(schedule.epoch(Epoch::new(epoch)).unwrap());
-                let batches = steps.into_iter().flat_map(|step| step.unwrap().batches);
->>>>>>> wt-grid
                 let indices = batches.flat_map(|batch| batch.indices);
                 let (first, second): (Vec<u64>, Vec<u64>) = indices.partition(|&index| index < 40);
                 assert_eq!([first.len(), second.len()], expected, "epoch {epoch}");
