@@ -331,7 +331,7 @@ impl BatchSchedule {
 
     /// Returns the steps from the position of `steps` up to step `end`.
     #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
-    fn self.collect_steps(self, mut steps: Steps<Vec<u64>>, end: u64) -> Vec<ScheduledStep> {
+    fn collect_steps(&self, mut steps: Steps<Vec<u64>>, end: u64) -> Vec<ScheduledStep> {
         let batches_per_micro_batch = self.batches_per_micro_batch;
         let mut scheduled = Vec::with_capacity(steps.len());
         let mut index = to_usize(steps.state().step);

@@ -198,7 +198,7 @@ impl<T: Float> AttentionInputs<'_, T> {
         let query = self.query.matrix(head, first_query, queries);
         let key = self.key.matrix(block.key_head(self), first_key, keys);
         let layout = MatrixLayout::rows(queries, keys, keys);
-        multiply_into(out, layout, query, key.t(), StoreMode::Set, self.scale, ProductThreads::One);
+        multiply_into(out, layout, query, key.t(), StoreMode::Set, self.scale);
         if let Some(mask) = self.mask {
             for (row, scores) in out.chunks_exact_mut(keys).take(queries).enumerate() {
                 mask.add(head, first_query + row, first_key, scores);
@@ -636,15 +636,7 @@ impl<T: Float> GradientScratch<T> {
         let grad = result_layout(inputs).matrix(results.grad, head, first_query, queries);
         let value = inputs.value.matrix(block.key_head(inputs), first_key, keys);
         let layout = MatrixLayout::rows(queries, keys, keys);
-        multiply_into(
-            &mut self.grads,
-            layout,
-            grad,
-            value.t(),
-            StoreMode::Set,
-            T::ONE,
-            ProductThreads::One,
-        );
+        multiply_into(&mut self.grads, layout, grad, value.t(), StoreMode::Set, T::ONE);
         let weights = &mut self.weights[..];
         let grads = &mut self.grads[..];
         let scale = inputs.scale;

@@ -6,7 +6,7 @@
 use super::{
     cross_entropy::{self, LossRule, RowTarget},
     float::Float,
-    matmul::{MatrixLayout, MatrixView, ProductThreads, StoreMode, multiply_into, product_of_rows},
+    matmul::{MatrixLayout, MatrixView, StoreMode, multiply_in_pool, product_of_rows},
     parallel::{ELEMENTS_PER_BLOCK, map_chunks},
 };
 
@@ -86,7 +86,7 @@ impl<T: Float> HeadRows<T> {
             let layout = MatrixLayout::rows(self.rule.classes, self.hidden, self.hidden);
             let grad = MatrixView::contiguous(&grad, rows.len(), self.rule.classes);
             let x = MatrixView::contiguous(x, rows.len(), self.hidden);
-            multiply_into(all, layout, grad.t(), x, StoreMode::Add, T::ONE, ProductThreads::Pool);
+            multiply_in_pool(all, layout, grad.t(), x, StoreMode::Add);
         }
         sum
     }

@@ -183,24 +183,10 @@ pub(crate) fn multiply_into<T: Float>(
     b: MatrixView<'_, T>,
     store: StoreMode,
     scale: T,
-    threads: ProductThreads,
 ) {
     assert!(layout.extent() <= out.len(), "a product reaches beyond its memory");
     // SAFETY: the slice reaches to the last element, and all of it may be read and written.
-    unsafe { multiply(out.as_mut_ptr(), layout, a, b, store, scale, threads) }
-}
-
-/// Writes or adds `a` · `b` to a matrix at the start of `out`, on all threads of the pool.
-pub(crate) fn multiply_in_pool<T: Float>(
-    out: &mut [T],
-    layout: MatrixLayout,
-    a: MatrixView<'_, T>,
-    b: MatrixView<'_, T>,
-    store: StoreMode,
-) {
-    assert!(layout.extent() <= out.len(), "a product reaches beyond its memory");
-    // SAFETY: as in `multiply_into`.
-    unsafe { multiply(out.as_mut_ptr(), layout, a, b, store, T::ONE, ProductThreads::Pool) }
+    unsafe { multiply(out.as_mut_ptr(), layout, a, b, store, scale, ProductThreads::One) }
 }
 
 /// Writes or adds `a` · `b` to a matrix at the start of `out`, on all threads of the pool.
