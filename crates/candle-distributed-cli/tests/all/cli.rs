@@ -967,14 +967,14 @@ fn batch_reports_the_waiting_of_micro_batches() {
     let (_dir, lengths) = file("lengths.txt", &numbers.join(" "));
     let grid =
         words("--strategy sorted --max-tokens 4096 --world-size 8 --accumulate 4 --cost attention");
-    let batch = |more: &[&str]| [&["batch", "--lengths", &lengths][..], &grid, more].concat();
-    let printed = text(&batch(&[]));
+    let batch = [&["batch", "--lengths", &lengths][..], &grid].concat();
+    let printed = text(&batch);
     assert!(printed.lines().last().unwrap().contains("over 8 ranks: waiting "), "{printed}");
-    let steps = words("--steps grid --global-batch 128");
-    let whole = json(&batch(&steps));
+    let steps = [&batch[..], &words("--steps grid --global-batch 128")].concat();
+    let whole = json(&steps);
     assert_eq!((&whole["grid"]["cells"], &whole["batches"]), (&json!(64), &json!([])));
     assert_eq!(whole["report"]["sequences"], 256);
-    let one = json(&batch(&[&steps[..], &["--rank", "3"]].concat()));
+    let one = json(&[&steps[..], &["--rank", "3"]].concat());
     assert_eq!(one["batches"].as_array().unwrap().len(), 8);
     assert_eq!(one["grid"], whole["grid"]);
 }

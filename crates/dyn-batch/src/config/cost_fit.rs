@@ -132,10 +132,10 @@ fn least_squares(points: &[([f64; 3], f64)], columns: &[usize]) -> Option<[f64; 
             return None;
         }
         for other in (0..n).filter(|&other| other != pivot) {
-            let factor = rows[other][pivot] / rows[pivot][pivot];
-            for column in pivot..=n {
-                let change = factor * rows[pivot][column];
-                rows[other][column] -= change;
+            let pivot_row = rows[pivot].clone();
+            let factor = rows[other][pivot] / pivot_row[pivot];
+            for (entry, pivot_entry) in rows[other].iter_mut().zip(pivot_row).skip(pivot) {
+                *entry -= factor * pivot_entry;
             }
         }
     }

@@ -45,6 +45,7 @@ impl Linear {
     pub const LORA_SCALE: &'static str = "lora_scale";
 
     /// Makes a layer of this weight [outputs, inputs] and bias \[outputs\].
+    #[expect(clippy::needless_pass_by_value, reason = "the parameters of candle-nn's layer")]
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
         Self { affine: AffineLayer::new(&weight, bias.as_ref()), activation: None }
     }
