@@ -964,7 +964,7 @@ fn train_rejects_bad_input_and_existing_runs() {
 #[test]
 fn batch_reports_the_waiting_of_micro_batches() {
     let numbers: Vec<String> = (0..256).map(|n| (20 + n * 37 % 480).to_string()).collect();
-    let (_dir, lengths) = file("lengths.txt", &numbers.join(" "));
+    let (_dir, lengths) = file("lengths.txt", numbers.join(" "));
     let grid =
         words("--strategy sorted --max-tokens 4096 --world-size 8 --accumulate 4 --cost attention");
     let batch = [&["batch", "--lengths", &lengths][..], &grid].concat();
