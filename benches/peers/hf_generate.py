@@ -2,10 +2,11 @@
 
     python hf_generate.py PROGRAM FOLDER [threads] [tokens] [rounds]
 
-PROGRAM is `candle-distributed`. Makes the random model of `hf_llama.py` with a tokenizer of bytes in FOLDER if it has none.
-In each round both generate greedy tokens after the same prompt, and one token alone: the difference of the two times is
-the time of all tokens but the first, without the start, the prompt and the load. Tokens must be equal. Prints a line for
-each program: the fastest and the median round in tokens per second, and the peak memory, after the imports and at the end.
+PROGRAM is `candle-distributed`. Makes the random model of `hf_llama.py`, with a tokenizer of bytes, in an empty FOLDER.
+In each round both generate greedy tokens after the same prompt, and one token alone: the difference of the two times
+is the time of all tokens but the first, without the start, the prompt and the load. Tokens must be equal. Prints a line
+for each program: the fastest and the median round in tokens per second, and the peak memory, for transformers also
+after the imports.
 """
 
 import json

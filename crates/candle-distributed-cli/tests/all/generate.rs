@@ -77,7 +77,7 @@ fn greedy_tokens_match_transformers() {
 }
 
 #[test]
-fn prompts_have_the_text_of_each_alone() {
+fn prompts_keep_their_own_texts() {
     let llama = golden("llama");
     let prompts = ["3", "When the fog came in", "Two ships and a lamp"];
     let format = ["--format", "json"];

@@ -115,8 +115,8 @@ fn write_logits(path: &Path, logits: &Tensor) -> Result<()> {
 }
 
 impl GenerateArgs {
-    /// Rejects `--logits` of several prompts, and a file in a folder of the model, where it could replace a file or be read
-    /// as weights later.
+    /// Rejects `--logits` of several prompts, and a file in a folder of the model, where it could
+    /// replace a file or be read as weights later.
     fn check_logits(&self) -> Result<()> {
         let Some(file) = &self.logits else { return Ok(()) };
         if self.prompts.len() > 1 {
