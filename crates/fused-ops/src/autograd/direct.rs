@@ -48,7 +48,7 @@ struct DirectGrads {
 ///
 /// let w = Var::new(&[[2.0_f32, 1.0]], &Device::Cpu)?;
 /// let x = Var::new(&[[3.0_f32, 5.0]], &Device::Cpu)?;
-/// let y = fused_ops::linear(&x, &w, None)?;
+/// let y = fused_ops::linear(&x, &w, None, None)?;
 /// let grads = with_direct_grads([w.as_tensor()], || y.backward())?;
 /// assert_eq!(grads.get(&w).unwrap().to_vec2::<f32>()?, [[3.0, 5.0]]);
 /// assert_eq!(grads.get(&x).unwrap().to_vec2::<f32>()?, [[2.0, 1.0]]);

@@ -10,7 +10,7 @@ fn var(values: [f32; 4]) -> Var {
 
 /// Uses the weight twice in this crate, and once in candle.
 fn loss(x: &Tensor, w: &Tensor) -> Tensor {
-    let y = linear(&linear(x, w, None).unwrap(), w, None).unwrap();
+    let y = linear(&linear(x, w, None, None).unwrap(), w, None, None).unwrap();
     (y * w).unwrap().sum_all().unwrap()
 }
 
@@ -34,7 +34,7 @@ fn inner_passes_keep_their_gradients() {
     let [x, w] = [var([1.0, 2.0, 3.0, 4.0]), var([0.5, 1.0, 0.25, 2.0])];
     let shared = w.clone();
     let expected = loss(&w, &w).backward().unwrap();
-    let y = linear(&x, &w, None).unwrap();
+    let y = linear(&x, &w, None, None).unwrap();
     let y = with_backward(&[&y], &y.detach(), move |_, grad| {
         let plain = loss(&shared, &shared).backward()?;
         let inner = || loss(&shared, &shared).backward();
