@@ -68,15 +68,12 @@ pub(super) fn best_fit(items: &[Item], limits: &BatchLimits) -> Vec<Row> {
     for &item in items {
         let mut wide_enough = by_space.range((item.space.length, 0)..);
         let found = wide_enough.find(|&&(_, row)| rows[row].space.holds(item.space)).copied();
-        let row = match found {
-            Some(entry) => {
-                by_space.remove(&entry);
-                entry.1
-            }
-            None => {
-                rows.push(Row::empty(limits.empty_row()));
-                rows.len() - 1
-            }
+        let row = if let Some(entry) = found {
+            by_space.remove(&entry);
+            entry.1
+        } else {
+            rows.push(Row::empty(limits.empty_row()));
+            rows.len() - 1
         };
         rows[row].push(item);
         by_space.insert((rows[row].space.tokens, row));
@@ -164,7 +161,7 @@ fn fill_levels(
     let mut left = items.to_vec();
     // Later rows may be filled up to half of the space that rows have on average.
     let mean_tokens = total_tokens(items) / n_cells as u128;
-    let row_tokens = (mean_tokens + u128::from(limits.empty_row().tokens)) / 2;
+    let row_tokens = mean_tokens.midpoint(u128::from(limits.empty_row().tokens));
     while rows.len() + n_ranks < n_cells {
         let n_left = n_cells - rows.len();
         let n_later = n_left - n_ranks;
