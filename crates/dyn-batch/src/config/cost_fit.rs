@@ -131,11 +131,11 @@ fn least_squares(points: &[([f64; 3], f64)], columns: &[usize]) -> Option<[f64; 
         if rows[pivot][pivot].abs() < 1e-12 * points.len() as f64 {
             return None;
         }
-        for other in (0..n).filter(|&other| other != pivot) {
-            let pivot_row = rows[pivot].clone();
-            let factor = rows[other][pivot] / pivot_row[pivot];
-            for (entry, pivot_entry) in rows[other].iter_mut().zip(pivot_row).skip(pivot) {
-                *entry -= factor * pivot_entry;
+        let pivot_row = rows[pivot].clone();
+        for (_, row) in rows.iter_mut().enumerate().filter(|(other, _)| *other != pivot) {
+            let factor = row[pivot] / pivot_row[pivot];
+            for (entry, of_pivot) in row.iter_mut().zip(&pivot_row) {
+                *entry -= factor * of_pivot;
             }
         }
     }

@@ -82,7 +82,7 @@ pub(super) fn best_fit(items: &[Item], limits: &BatchLimits) -> Vec<Row> {
 }
 
 /// Arranges items, the longest first, in exactly `n_cells` rows, none of them empty, with little time
-/// in micro-steps of `n_ranks` rows. Returns `None` if best fit needs more rows.
+/// in micro-steps of `n_ranks` rows. Returns `None` if no rule needs so few rows.
 pub(super) fn balance_rows(
     items: &[Item],
     limits: &BatchLimits,
@@ -384,7 +384,8 @@ mod tests {
             let lengths: Vec<u64> = (0..len).map(|i| draw(i + 9) % 31).collect();
             let planner = planner(&limits, n_ranks);
             let cells = planner.plan(&lengths, accumulation);
-            assert_eq!(cells.is_some(), planner.n_needed(&lengths) <= n_cells, "seed {seed}");
+            // The other rules sometimes need fewer rows than best fit.
+            assert!(cells.is_some() || planner.n_needed(&lengths) > n_cells, "seed {seed}");
             let Some(cells) = cells else { continue };
             assert_eq!(cells.len(), n_cells);
             let mut found = Vec::new();
