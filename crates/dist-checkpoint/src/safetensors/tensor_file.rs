@@ -232,7 +232,7 @@ struct FileHeader {
 
 impl FileHeader {
     fn new(tensors: &[TensorInfo], mut metadata: BTreeMap<String, String>) -> Self {
-        let mut end = 0;
+        let mut end = 0_usize;
         let mut placed = Vec::with_capacity(tensors.len());
         metadata.insert(HEADER_KEY.to_owned(), Checksum::default().to_string());
         for info in tensors {
