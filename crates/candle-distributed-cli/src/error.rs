@@ -88,7 +88,7 @@ pub(crate) enum ErrorKind {
     Output(#[from] io::Error),
     #[error("cannot draw the chart")]
     Chart(#[from] DrawingAreaErrorKind<io::Error>),
-    #[error("the computation failed")]
+    #[error("the computation failed: {}", mesh::one_line(.0))]
     Tensor(#[from] candle_core::Error),
 }
 
@@ -190,9 +190,11 @@ impl Error {
         }
     }
 
-    /// Returns the message and the messages of all causes in one line.
+    /// Returns the message and the messages of all causes in one line. candle's own messages may have
+    /// backtraces, so the messages of other errors include them.
     pub(crate) fn chain(&self) -> String {
-        let causes = iter::successors(self.kind.source(), |&cause| cause.source());
+        let causes = iter::successors(self.kind.source(), |&cause| cause.source())
+            .take_while(|cause| !cause.is::<candle_core::Error>());
         causes.fold(self.to_string(), |chain, cause| format!("{chain}: {cause}"))
     }
 }
@@ -305,5 +307,23 @@ pub(crate) trait WithHint {
 impl<T> WithHint for Result<T> {
     fn with_hint(self, hint: &'static str) -> Self {
         self.map_err(|error| error.with_hint(hint))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::backtrace::Backtrace;
+
+    use super::*;
+
+    #[test]
+    fn messages_have_no_backtrace() {
+        let cause = || candle_core::Error::WithBacktrace {
+            inner: Box::new(candle_core::Error::Msg("no data".into())),
+            backtrace: Box::new(Backtrace::force_capture()),
+        };
+        for error in [Error::from(cause()), finetune::Error::from(cause()).into()] {
+            assert_eq!(error.chain(), "the computation failed: no data");
+        }
     }
 }

@@ -24,7 +24,7 @@ mod sampling;
 mod strategy;
 mod train;
 
-use std::process::ExitCode;
+use std::{panic, process::ExitCode};
 
 use clap::{Parser, Subcommand};
 
@@ -73,6 +73,7 @@ pub fn main() -> ExitCode {
     // installed, the signal ends the program, as by default.
     #[cfg(unix)]
     drop(signal_hook::flag::register(signal_hook::consts::SIGXFSZ, std::sync::Arc::default()));
+    hide_panics_of_tokenizers();
     let outcome = match Cli::try_parse() {
         Ok(cli) => {
             cli.log.start();
@@ -95,6 +96,18 @@ pub fn main() -> ExitCode {
             ExitCode::from(error.exit_code())
         }
     }
+}
+
+/// Hides the messages of panics in the `tokenizers` crate. It panics for an inconsistent file, which
+/// is reported as an error that names the file.
+fn hide_panics_of_tokenizers() {
+    let report = panic::take_hook();
+    panic::set_hook(Box::new(move |info| {
+        let is_hidden = info.location().is_some_and(|place| place.file().contains("tokenizers-"));
+        if !is_hidden {
+            report(info);
+        }
+    }));
 }
 
 fn run(command: Command) -> Result<()> {

@@ -246,6 +246,16 @@ fn mismatched_tokenizers_are_rejected() {
     copy.write("tokenizer.json", "{\"version\": \"1.0\"");
     copy.is_rejected(&["tokenizer.json: "]);
     copy.write("tokenizer.json", "[]").is_rejected(&["tokenizer.json: "]);
+    // The library panics.
+    let copy = FolderCopy::new("llama");
+    let pieces = json!([
+        {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    ]);
+    let template = json!({
+        "type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": {}
+    });
+    copy.set("tokenizer.json", "post_processor", template);
+    copy.is_rejected(&["tokenizer.json: ", "the file is inconsistent"]);
     let copy = FolderCopy::new("llama");
     copy.write("chat_template.jinja", "{% for %}");
     let prompt = ["generate", copy.path(), "--prompt", "a", "--max-tokens", "1"];

@@ -188,7 +188,8 @@ impl StoredWeights {
     /// # Errors
     ///
     /// [`ParameterError::Shape`] or [`ParameterError::Conversion`] if the parameter differs,
-    /// [`Error::Checksum`] if the items are damaged, [`Error::Io`] if a file cannot be read,
+    /// [`ParameterError::Incomplete`] if the range ends behind the parameter, [`Error::Checksum`] if
+    /// the items are damaged, [`Error::Io`] if a file cannot be read,
     /// [`Error::Tensor`] if candle fails.
     pub fn items(
         &self,
@@ -198,6 +199,7 @@ impl StoredWeights {
     ) -> Result<Option<Tensor>> {
         let Some(tensor) = self.tensors.get(&declared.name) else { return Ok(None) };
         tensor.check(declared)?;
+        tensor.items.check_range(&range)?;
         let items = tensor.items.read(range, AllowedValues::Any)?.to_dtype(declared.dtype);
         items
             .and_then(|items| items.to_device(device))
@@ -389,6 +391,12 @@ mod tests {
         assert!(values(&model[0], 3..3).is_empty());
         let other = declared("classifier.weight", &[2], DType::F32);
         assert!(weights.items(&other, 0..2, &Device::Cpu).unwrap().is_none());
+        for range in [0..7, 7..8, 6..usize::MAX, usize::MAX..usize::MAX, Range { start: 3, end: 2 }]
+        {
+            let found = weights.items(&model[0], range.clone(), &Device::Cpu).map(drop);
+            let is_found = matches!(found, Err(Error::Parameter(ParameterError::Incomplete { item, .. })) if item >= 3);
+            assert!(is_found, "{range:?}: {found:?}");
+        }
     }
 
     #[test]

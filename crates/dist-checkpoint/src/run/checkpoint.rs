@@ -195,8 +195,9 @@ impl Checkpoint {
     /// [`ParameterError::Incomplete`] if an item is missing, [`Error::Checksum`],
     /// [`Error::NotFinite`] or [`Error::Io`] if the items cannot be read.
     pub fn items(&self, key: TensorKey<'_>, len: usize) -> Result<Tensor> {
-        let range = key.start..key.start + len;
         let pieces = self.pieces(key)?;
+        let end = key.start.checked_add(len).ok_or_else(|| incomplete_error(key))?;
+        let range = key.start..end;
         if range.is_empty() {
             // Read an empty range of a piece to get a tensor of the right dtype.
             let start = pieces[0].items().start;

@@ -90,6 +90,16 @@ impl StoredItems {
         self.dtype
     }
 
+    /// Checks that the tensor has all items of a range.
+    pub(crate) fn check_range(&self, items: &Range<usize>) -> Result<(), ParameterError> {
+        let len = self.n_bytes / self.dtype.size_in_bytes();
+        if items.start <= items.end && items.end <= len {
+            return Ok(());
+        }
+        let (name, kind) = (self.name.clone(), "weights".to_owned());
+        Err(ParameterError::Incomplete { name, kind, item: items.start.max(len) })
+    }
+
     /// Reads some of the tensor's items as one dimension on the processor, and checks their blocks.
     ///
     /// # Errors

@@ -11,6 +11,7 @@ use std::{
 
 use bytemuck::cast_slice;
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+use fsdp_plan::{SourceError, support::MAX_HEADER_LEN};
 use safetensors::tensor::{Dtype, TensorInfo as FileTensorInfo};
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
@@ -74,7 +75,8 @@ impl TensorInfo {
     }
 
     pub(crate) fn n_bytes(&self) -> usize {
-        self.shape.iter().product::<usize>() * self.dtype.size_in_bytes()
+        let size = self.dtype.size_in_bytes();
+        self.shape.iter().fold(size, |bytes, &dim| bytes.saturating_mul(dim))
     }
 }
 
@@ -142,6 +144,7 @@ impl<W: Write + Seek> TensorFile<W> {
         metadata: BTreeMap<String, String>,
     ) -> Result<Self> {
         let path = path.into();
+        check_header_len(&path, tensors)?;
         let header = FileHeader::new(tensors, metadata);
         let bytes = header.to_bytes(&path)?;
         between_calls();
@@ -229,14 +232,14 @@ struct FileHeader {
 
 impl FileHeader {
     fn new(tensors: &[TensorInfo], mut metadata: BTreeMap<String, String>) -> Self {
-        let mut end = 0;
+        let mut end = 0_usize;
         let mut placed = Vec::with_capacity(tensors.len());
         metadata.insert(HEADER_KEY.to_owned(), Checksum::default().to_string());
         for info in tensors {
             let zeros = vec![Checksum::default(); info.n_bytes().div_ceil(BLOCK)];
             metadata.insert(tensor_key(&info.name), to_digits(&zeros));
             placed.push((info.clone(), end));
-            end += info.n_bytes();
+            end = end.saturating_add(info.n_bytes());
         }
         Self { metadata, tensors: placed }
     }
@@ -251,6 +254,20 @@ impl FileHeader {
             .map_err(|cause| Error::Json { path: path.to_owned(), cause })?;
         header_bytes(&json, path)
     }
+}
+
+/// Checks that a header can hold the checksums of the tensors, before they take memory.
+fn check_header_len(path: &Path, tensors: &[TensorInfo]) -> Result<()> {
+    let mut len = 0_u64;
+    for info in tensors {
+        let n_blocks = info.n_bytes().div_ceil(BLOCK) as u64;
+        len = len.saturating_add(n_blocks * Checksum::DIGITS as u64);
+    }
+    if len <= MAX_HEADER_LEN {
+        return Ok(());
+    }
+    let cause = SourceError::HeaderTooLong { len, max: MAX_HEADER_LEN };
+    Err(Error::header(path, fsdp_plan::Error::Source(cause)))
 }
 
 impl Serialize for FileHeader {
@@ -394,7 +411,33 @@ impl<W: Write> Write for BlockWriter<'_, W> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Cursor;
+
     use super::*;
+
+    #[test]
+    fn impossible_sizes_are_rejected() {
+        let max = usize::MAX;
+        let cases: [(&[&[usize]], bool); 5] = [
+            (&[&[1 << 30]], true),
+            (&[&[1 << 43], &[1 << 43]], false),
+            (&[&[max]], false),
+            (&[&[max, 2], &[max, max]], false),
+            (&[&[max, 2, 0]], false),
+        ];
+        for (shapes, fits) in cases {
+            let info = |shape: &&[usize]| TensorInfo {
+                name: format!("{shape:?}"),
+                shape: shape.to_vec(),
+                dtype: DType::U8,
+            };
+            let tensors: Vec<_> = shapes.iter().map(info).collect();
+            let mut out = Cursor::new(Vec::new());
+            let created = TensorFile::create(&mut out, "a", &tensors, BTreeMap::new());
+            assert_eq!(created.is_ok(), fits, "{shapes:?}");
+            assert!(matches!(created, Ok(_) | Err(Error::Header { .. })), "{shapes:?}");
+        }
+    }
 
     #[test]
     fn blocks_are_independent_of_write_sizes() {

@@ -73,6 +73,17 @@ fn gap_names_its_first_item() {
 }
 
 #[test]
+fn impossible_ranges_are_incomplete() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = save(folder.path(), 7, &[(0, floats(0..7))]);
+    for (start, len) in [(usize::MAX, 2), (1, usize::MAX), (7, 1), (9, 9)] {
+        let error = checkpoint.items(TensorKey::model("a", start), len).unwrap_err();
+        let is_found = matches!(&error, Error::Parameter(ParameterError::Incomplete { .. }));
+        assert!(is_found, "{start}, {len}: {error}");
+    }
+}
+
+#[test]
 fn mixed_dtypes_are_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let pieces = [(0, zeros(3, DType::F32)), (3, zeros(4, DType::F64))];

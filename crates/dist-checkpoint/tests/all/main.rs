@@ -5,6 +5,7 @@
 
 mod damage;
 mod files;
+mod hostile;
 mod items;
 mod lock;
 mod run;

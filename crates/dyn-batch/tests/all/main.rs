@@ -3,6 +3,7 @@
 mod efficiency;
 mod errors;
 mod golden;
+mod hostile;
 mod laws;
 mod lengths;
 mod readme;

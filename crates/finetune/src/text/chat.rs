@@ -271,6 +271,9 @@ fn environment() -> Environment<'static> {
     environment.set_fuel(Some(FUEL));
     environment.add_function("raise_exception", raise_exception);
     environment.add_filter("tojson", to_json);
+    // Jinja has no such filters, and to begin to read nested results of them may take endless time.
+    environment.remove_filter("zip");
+    environment.remove_filter("chain");
     add_checks(&mut environment);
     environment
 }
@@ -476,7 +479,6 @@ mod tests {
             doubled("{1: x, 2: x}"),
             doubled("dict(a=x, b=x)"),
             doubled("[x] * 2"),
-            doubled("x | zip(x)"),
             "{% set x = ['a' * 100000] * 1000000 %}{% set y = [x] %}".into(),
             "{% set x = namespace() %}{% set x.a = x %}{% set y = namespace(a=x) %}".into(),
             "{% set x = namespace() %}{% set x.a = [x] %}{% set y = namespace(a=[x]) %}".into(),

@@ -41,6 +41,16 @@ pub enum Overlong {
     Split,
 }
 
+impl Overlong {
+    /// Returns the number of tokens after which more tokens of a text do not matter.
+    fn enough_tokens(self, context: usize) -> usize {
+        match self {
+            Self::Truncate | Self::Skip => context,
+            Self::Error | Self::Split => usize::MAX,
+        }
+    }
+}
+
 /// Sequences of tokens with their labels.
 #[derive(Debug, Default)]
 #[expect(clippy::struct_field_names, reason = "the other fields describe the examples")]
@@ -101,7 +111,7 @@ impl Examples {
             let n_before = examples.examples.len();
             let Some(text) = examples.files.read_text(&file)? else { continue };
             for (location, item) in lines::items(&file, &text)? {
-                match encode(tokenizer, &item) {
+                match encode(tokenizer, &item, overlong.enough_tokens(context)) {
                     Ok(example) => examples.add(example, location, context, overlong)?,
                     Err(cause) => {
                         let cause = Box::new(cause);
@@ -132,7 +142,8 @@ impl Examples {
         let mut examples = Self::default();
         for (n, text) in (1..).zip(texts) {
             let location = SourceLocation::new(Path::new("the list"), "text", n);
-            examples.add(tokenizer.encode_text(&text)?, location, context, overlong)?;
+            let example = tokenizer.encode_text(&text, overlong.enough_tokens(context))?;
+            examples.add(example, location, context, overlong)?;
         }
         Ok(examples)
     }
@@ -313,10 +324,10 @@ fn check_memory(file: &Path, n_tokens: u64, max_bytes: Option<u64>) -> Result<()
     Ok(())
 }
 
-/// Returns the tokens of an item.
-fn encode(tokenizer: &Tokenizer, item: &Item) -> Result<LabeledTokens> {
+/// Returns the tokens of an item. A text with more than `enough` tokens may lack the last ones.
+fn encode(tokenizer: &Tokenizer, item: &Item, enough: usize) -> Result<LabeledTokens> {
     match item {
-        Item::Text(text) => tokenizer.encode_text(text),
+        Item::Text(text) => tokenizer.encode_text(text, enough),
         Item::Answer { prompt, completion } => tokenizer.encode_answer(prompt, completion),
         Item::Messages(messages) => tokenizer.encode_conversation(messages),
     }

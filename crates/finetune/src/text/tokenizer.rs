@@ -126,6 +126,11 @@ impl Tokenizer {
     ///
     /// [`TokenizerError::Broken`] if the tokenizer cannot encode the text.
     pub(crate) fn begin(&self, text: &str) -> Result<Vec<u32>> {
+        self.begin_until(text, usize::MAX)
+    }
+
+    /// Like [`begin`](Self::begin), but stops at some token after the first `enough` tokens.
+    fn begin_until(&self, text: &str, enough: usize) -> Result<Vec<u32>> {
         let (first, rest) = split_piece(text);
         let mut ids = self.encode(first, true)?.get_ids().to_vec();
         if let [before @ .., last] = &ids[..]
@@ -136,7 +141,7 @@ impl Tokenizer {
         {
             ids.pop();
         }
-        ids.extend(self.encode_plain(rest)?);
+        ids.extend(self.encode_until(rest, enough.saturating_sub(ids.len()))?);
         Ok(ids)
     }
 
@@ -146,9 +151,15 @@ impl Tokenizer {
     ///
     /// The errors of [`begin`](Self::begin).
     pub(crate) fn encode_plain(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_until(text, usize::MAX)
+    }
+
+    /// Like [`encode_plain`](Self::encode_plain), but stops at some token after the first `enough`
+    /// tokens.
+    fn encode_until(&self, text: &str, enough: usize) -> Result<Vec<u32>> {
         let mut ids = Vec::new();
         let mut rest = text;
-        while !rest.is_empty() {
+        while !rest.is_empty() && ids.len() <= enough {
             let (piece, after) = split_piece(rest);
             ids.extend_from_slice(self.encode(piece, false)?.get_ids());
             rest = after;
@@ -156,17 +167,18 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// Returns the tokens of a text with an end token. All tokens are targets.
+    /// Returns the tokens of a text with an end token. All tokens are targets. With more than `enough`
+    /// tokens, the last ones may be missing, so that a long text takes no time for them.
     ///
     /// # Errors
     ///
     /// The errors of [`begin`](Self::begin).
-    pub(crate) fn encode_text(&self, text: &str) -> Result<LabeledTokens> {
+    pub(crate) fn encode_text(&self, text: &str, enough: usize) -> Result<LabeledTokens> {
         let (first, rest) = split_piece(text);
         let mut ids = if rest.is_empty() {
             self.encode(first, true)?.get_ids().to_vec()
         } else {
-            self.begin(text)?
+            self.begin_until(text, enough)?
         };
         // Some tokenizers add the end token themselves.
         if ids.last() != Some(&self.end_id) {
@@ -604,10 +616,20 @@ mod tests {
             let pieces = tokenizer.encode_plain(&text).unwrap();
             assert!(pieces.len() - whole.len() <= max_added && pieces[..1000] == whole[..1000]);
             assert!(pieces.ends_with(&whole[whole.len() - 100..]), "{model}");
-            let ids = tokenizer.encode_text(&text).unwrap().ids;
+            let ids = tokenizer.encode_text(&text, usize::MAX).unwrap().ids;
             let whole = tokenizer.encode(&text, true).unwrap().get_ids().to_vec();
             assert!(ids.starts_with(&whole[..1000]) && ids.last() == Some(&tokenizer.end_id));
         }
+    }
+
+    #[test]
+    fn needless_tokens_are_not_computed() {
+        let text = "a word ".repeat(PIECE_BYTES / 3);
+        let tokenizer = open(&golden::path("qwen2")).unwrap();
+        let all = tokenizer.encode_text(&text, usize::MAX).unwrap().ids;
+        let ids = tokenizer.encode_text(&text, 1000).unwrap().ids;
+        assert!(1000 < ids.len() && ids.len() < all.len());
+        assert_eq!(ids[..1000], all[..1000]);
     }
 
     #[test]
@@ -672,7 +694,7 @@ mod tests {
             assert_eq!(answer, plain.encode_answer(prompt, "b").unwrap());
             assert!(answer.ids.starts_with(&ids), "{prompt:?}");
         }
-        assert_eq!(ending.encode_text("hi").unwrap(), plain.encode_text("hi").unwrap());
+        assert_eq!(ending.encode_text("hi", 9).unwrap(), plain.encode_text("hi", 9).unwrap());
     }
 
     #[test]
@@ -719,7 +741,7 @@ mod tests {
         )
         .unwrap();
         assert_eq!(open(copy.path()).unwrap().end_id, tokenizer.encode_plain("h").unwrap()[0]);
-        let text = tokenizer.encode_text("a<|im_end|>").unwrap();
+        let text = tokenizer.encode_text("a<|im_end|>", 9).unwrap();
         assert_eq!(text.ids.iter().filter(|&&id| id == 319).count(), 1, "no second end token");
     }
 
@@ -816,7 +838,7 @@ mod tests {
             assert!(ids.iter().map(|&id| u8::try_from(id).unwrap()).eq(text.bytes()));
             assert_eq!(tokenizer.decode(&ids, true).unwrap(), text);
         }
-        assert_eq!(tokenizer.encode_text("a").unwrap().ids, [97, 256]);
+        assert_eq!(tokenizer.encode_text("a", 9).unwrap().ids, [97, 256]);
         assert_eq!(tokenizer.begin("<|end|>").unwrap(), [256]);
         // The saved files give the same tokenizer.
         for (name, bytes) in tokenizer.files() {

@@ -1,4 +1,5 @@
 //! Laws of plans, comparison with PyTorch, snapshots, and invalid input.
 
+mod hostile;
 mod laws;
 mod plans;

@@ -69,6 +69,7 @@ pub(crate) fn rejects(args: &[&str], words: &[&str]) {
     let message = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(2), "{args:?}: {message}");
     assert!(output.stdout.is_empty(), "{args:?}");
+    assert!(!message.contains("panicked"), "{args:?}: {message}");
     for word in words {
         assert!(message.contains(word), "{args:?}: no {word:?} in {message}");
     }
