@@ -96,7 +96,7 @@ fn use_sampler(sampler: &DynamicBatchSampler<Vec<u64>>, draw: &mut Draws) -> u64
         let _ = batch.padded_tokens();
     }
     let _ = (report.efficiency(), report.to_string());
-    drop(sampler.iter().shuffled(Seed::new(1)).count());
+    let _ = sampler.iter().shuffled(Seed::new(1)).count();
     let config = DistributedConfig::default()
         .with_layout(draw.choose(&[StepLayout::Grouped, StepLayout::Dealt]))
         .with_remainder(draw.choose(&[

@@ -410,7 +410,7 @@ mod tests {
 
     #[test]
     fn schedules_resume_at_any_step() {
-        let schedule = |lengths, batching| {
+        let schedule = |lengths, batching: &Batching| {
             Arc::new(BatchSchedule::new(lengths, Seed::new(0), batching).unwrap())
         };
         let bucketed = Batching::bucketed(128);
@@ -420,8 +420,8 @@ mod tests {
             Batching { strategy, max_batch_size: None, n_batches: 2, ..Batching::bucketed(64) };
         resumes(&schedule((10..60).collect(), &packed), &schedule(vec![3, 2], &packed));
         for accumulated in [
-            Batching { strategy: DynamicBatchStrategy::PadToMax, ..bucketed },
-            Batching { n_batches: 1, ..packed },
+            Batching { strategy: DynamicBatchStrategy::PadToMax, ..bucketed.clone() },
+            Batching { n_batches: 1, ..packed.clone() },
         ] {
             let accumulated = Batching { accumulate: Some(2), ..accumulated };
             resumes(

@@ -203,7 +203,7 @@ mod tests {
         steps
             .map(|(step, batch)| {
                 let rate = spec.recipe.learning_rate(step, spec.steps);
-                let step = model.step(tensors(batch), rate).unwrap();
+                let step = model.step(vec![tensors(batch)], rate).unwrap();
                 (step.loss, step.grad_norm)
             })
             .collect()
