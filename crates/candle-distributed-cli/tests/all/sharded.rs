@@ -120,7 +120,9 @@ fn runs_resume_with_other_sharding() {
     assert_eq!(whole["identity"], parts["identity"]);
     assert!(whole["sessions"][0].get("sharding").is_none());
     let sharding = &parts["sessions"][0]["sharding"];
-    let expected = serde_json::json!({"strategy": {"full": "dim0"}, "keep": "gathered"});
+    let expected = serde_json::json!({
+        "strategy": {"full": "dim0"}, "keep": "gathered", "optimizer_in_backward": true,
+    });
     assert_eq!(*sharding, expected);
 
     for (name, first, second) in [
@@ -239,8 +241,10 @@ fn dry_run_compares_and_writes_nothing() {
         assert_ne!(reduced[3], "0", "{printed}");
         let gathered = row(&printed, "all_gather");
         let number = |cell: &str| cell.replace(',', "").parse::<u64>().unwrap();
-        // Not in the plan: the loss, the set of parameters with a gradient, and gradient norms.
-        assert_eq!(number(gathered[2]), number(gathered[1]) + 3, "{printed}");
+        // Not in the plan: the loss, and for each unit the set of parameters with a gradient and the
+        // gradient norms.
+        let n_units = number(reduced[1]);
+        assert_eq!(number(gathered[2]), number(gathered[1]) + 1 + 2 * n_units, "{printed}");
         let more = number(gathered[4]) - number(gathered[3]);
         assert!((1..1000).contains(&more), "{printed}");
         for term in ["parameters", "gradients of a unit", "activations", "peak"] {

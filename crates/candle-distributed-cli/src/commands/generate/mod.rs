@@ -41,7 +41,7 @@ pub(crate) struct GenerateArgs {
     folder: PathBuf,
     /// Text to continue. Give several prompts by repeating the option: each text is the one of its
     /// prompt alone
-    #[arg(long = "prompt", value_name = "TEXT", required = true)]
+    #[arg(id = "prompt", long = "prompt", value_name = "TEXT", required = true)]
     prompts: Vec<String>,
     /// Treat each prompt as a user's message, and generate the answer, with the tokenizer's chat
     /// template
