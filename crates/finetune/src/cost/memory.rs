@@ -384,7 +384,7 @@ mod tests {
         // Each of 21 parameters has a step count on each device.
         let state = 2 * all + 4 * 21 * 4;
         let unit = block * 4;
-        let expected = [1, all, all, state, unit, 4 * unit, 4 * 2 * largest, 0, kept];
+        let expected = [1, all, all, state, unit, 4 * unit, 4 * 2 * largest, 0, 0, kept];
         assert_eq!(terms, expected);
 
         let gathered = predicted(SMALL, Some(&sharding(Keep::Gathered)));
@@ -499,6 +499,6 @@ mod tests {
             base_bytes: 0,
         };
         let layers = |layers| work.computed_bytes(layers);
-        assert_eq!((layers(1), layers(2)), (13_640, 22_600));
+        assert_eq!((layers(1), layers(2)), (9_984, 18_944));
     }
 }
