@@ -166,8 +166,8 @@ impl Workload<'_> {
         let numel = |parameter: &ParameterInfo| u128::from(parameter.numel());
         let all: u128 = self.parameters.iter().map(|parameter| self.stored_bytes(parameter)).sum();
         let devices = self.n_devices();
-        // Besides the returned gradients, the backward pass has two tensors whenever it adds a gradient:
-        // zeros, and the sum.
+        // Besides the returned gradients, the backward pass has one more while it adds a second gradient
+        // of a parameter to the first.
         let trained = self.parameters.iter().filter(|parameter| parameter.requires_grad());
         let largest = trained.clone().map(numel).fold(0, u128::max);
         let trained: u128 = trained.map(numel).sum();
@@ -177,7 +177,7 @@ impl Workload<'_> {
             ("parameters", all),
             ("gradients of each device, and their sum", trained * (devices * item + single)),
             ("optimizer state", trained * 2 * single),
-            ("gradient temporaries", devices * 2 * largest * item),
+            ("gradient temporaries", devices * largest * item),
             ("activations", devices * self.max_tokens() * self.computed_bytes(self.sizes.layers)),
             ("a block of logits", devices * self.head_bytes()),
         ]
@@ -253,8 +253,8 @@ impl Workload<'_> {
 
     /// Returns the bytes of the head and its loss, which
     /// [`linear_cross_entropy`](fused_ops::linear_cross_entropy) computes by blocks of 8 MiB of
-    /// logits, or of 128 rows if these are more: the logits of a block and their gradients. In half
-    /// precision, the weight and its gradient are also widened.
+    /// logits, or of 128 rows if these are more. In half precision, the weight and its gradient are
+    /// also widened.
     fn head_bytes(&self) -> u128 {
         const FEWEST_ROWS: u128 = 128;
         const BLOCK_BYTES: u128 = 8 << 20;
@@ -265,7 +265,7 @@ impl Workload<'_> {
             Precision::F32 => 0,
             Precision::Bf16 => 2 * hidden as u128 * row,
         };
-        2 * block + widened
+        block + widened
     }
 
     /// Returns the bytes of masks, which have one value per pair of tokens in a row, and of the tensors
@@ -286,8 +286,8 @@ impl Workload<'_> {
     /// vocabularies, and up to 85 MiB on two devices in half precision with a hidden size of 256, whose
     /// kernels pack blocks of rows in single precision.
     fn retained_bytes(&self) -> u128 {
-        const PER_PROCESS: u128 = 20 << 20;
-        const PER_DEVICE: u128 = 8 << 20;
+        const PER_PROCESS: u128 = 8 << 20;
+        const PER_DEVICE: u128 = 4 << 20;
         const PER_PACKED_COLUMN: u128 = 32 << 10;
         const MAX_PACKED_COLUMNS: usize = 256;
         let packed = match self.precision {
@@ -374,8 +374,8 @@ mod tests {
         let all = model(SMALL).parameters().unwrap().iter().map(ParameterInfo::bytes).sum::<u64>();
         let largest = 352 * 128 * 4;
         let whole = predicted(SMALL, None);
-        let kept = (20 + 4 * 8) << 20;
-        assert_eq!(whole.total(), 1 + all * (1 + 5 + 2) + 4 * 2 * largest + kept);
+        let kept = (8 + 4 * 4) << 20;
+        assert_eq!(whole.total(), 1 + all * (1 + 5 + 2) + 4 * largest + kept);
 
         let sharding = |keep| Sharding { keep, ..Sharding::default() };
         let parts = predicted(SMALL, Some(&sharding(Keep::Inputs)));
@@ -423,8 +423,8 @@ mod tests {
             (bytes("kernels and allocator"), bytes("gradient temporaries"))
         };
         let largest = 352 * 128;
-        assert_eq!(work(Precision::F32, parameters), ((20 + 2 * 8) << 20, 2 * 2 * largest * 4));
-        assert_eq!(work(Precision::Bf16, parameters), ((20 + 2 * 12) << 20, 2 * 2 * largest * 2));
+        assert_eq!(work(Precision::F32, parameters), ((8 + 2 * 4) << 20, 2 * largest * 4));
+        assert_eq!(work(Precision::Bf16, parameters), ((8 + 2 * 8) << 20, 2 * largest * 2));
         assert_eq!(work(Precision::F32, &frozen).1, 0);
     }
 

@@ -9,7 +9,7 @@ use super::{
     float::Float,
     lanes::{max, sum1, sum2},
     memory::{FillBlock, vec_of_blocks},
-    parallel::{block_of, rows_per_block},
+    parallel::{block_of, map_chunks, rows_per_block},
     vectorized,
 };
 
@@ -126,6 +126,24 @@ pub(crate) fn backward<T: Float>(
     grads
 }
 
+/// The coefficients of a row's gradient: factors of the probabilities and of the class weights, and
+/// what the target's own class subtracts.
+struct RowFactors<T> {
+    all: T,
+    each: T,
+    own: T,
+}
+
+impl<T: Float> RowFactors<T> {
+    #[inline(always)]
+    fn new(rule: &LossRule<T>, total_class_weight: f64, class: usize, weight: f64) -> Self {
+        let own = weight * (1.0 - rule.smoothing) * rule.class_weight(class);
+        let share = weight * rule.smoothing / rule.classes as f64;
+        let all = T::round_from_f64(own + share * total_class_weight);
+        Self { all, each: T::round_from_f64(share), own: T::round_from_f64(own) }
+    }
+}
+
 struct BackwardKernel<'a, 'b, T> {
     x: &'a [T],
     targets: &'a [RowTarget],
@@ -149,10 +167,8 @@ impl<T: Float> NullaryFnOnce for BackwardKernel<'_, '_, T> {
                 self.out.push1(x, |_| T::ZERO);
                 continue;
             }
-            let own = weight * (1.0 - rule.smoothing) * rule.class_weight(class);
-            let share = weight * rule.smoothing / rule.classes as f64;
-            let all = T::round_from_f64(own + share * total_class_weight);
-            let each = T::round_from_f64(share);
+            let RowFactors { all, each, own } =
+                RowFactors::new(rule, total_class_weight, class, weight);
             let probability = |x: T| (x - log_sum).exp();
             let row = match &rule.class_weights {
                 None => self.out.push1(x, |x| all * probability(x) - each),
@@ -160,7 +176,55 @@ impl<T: Float> NullaryFnOnce for BackwardKernel<'_, '_, T> {
                     self.out.push2(x, weights, |x, weight| all * probability(x) - each * weight)
                 }
             };
-            row[class] -= T::round_from_f64(own);
+            row[class] -= own;
+        }
+    }
+}
+
+/// Replaces logits by their gradients, for a gradient of the sum of 1. No row may have weight 0.
+pub(crate) fn backward_in_place<T: Float>(
+    x: &mut [T],
+    targets: &[RowTarget],
+    log_sums: &[T],
+    rule: &LossRule<T>,
+) {
+    let rows = rule.rows_per_block();
+    let total_class_weight = rule.total_class_weight();
+    map_chunks(x, rows * rule.classes, |block, x| {
+        let targets = block_of(targets, block, rows);
+        let log_sums = block_of(log_sums, block, rows);
+        vectorized(InPlaceKernel { x, targets, log_sums, rule, total_class_weight });
+    });
+}
+
+struct InPlaceKernel<'a, T> {
+    x: &'a mut [T],
+    targets: &'a [RowTarget],
+    log_sums: &'a [T],
+    rule: &'a LossRule<T>,
+    total_class_weight: f64,
+}
+
+impl<T: Float> NullaryFnOnce for InPlaceKernel<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        let Self { rule, total_class_weight, .. } = self;
+        let rows = self.x.chunks_exact_mut(rule.classes).zip(self.targets).zip(self.log_sums);
+        for ((x, &RowTarget { class, weight }), &log_sum) in rows {
+            let RowFactors { all, each, own } =
+                RowFactors::new(rule, total_class_weight, class, weight);
+            let probability = |x: T| (x - log_sum).exp();
+            match &rule.class_weights {
+                None => x.iter_mut().for_each(|x| *x = all * probability(*x) - each),
+                Some(weights) => {
+                    for (x, &weight) in x.iter_mut().zip(weights) {
+                        *x = all * probability(*x) - each * weight;
+                    }
+                }
+            }
+            x[class] -= own;
         }
     }
 }

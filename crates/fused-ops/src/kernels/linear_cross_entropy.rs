@@ -1,17 +1,17 @@
 //! Cross-entropy of the products of rows with a weight, by blocks of rows.
 //!
-//! The logits of one block exist at a time, and their gradients are multiplied at once, so neither are
-//! ever whole in memory (Liger Kernel, arXiv 2410.10989). Rows of weight 0 are not multiplied.
+//! The logits of one block exist at a time, and their gradients replace them and are multiplied at
+//! once, so neither are ever whole in memory (Liger Kernel, arXiv 2410.10989). All blocks share one
+//! buffer. Rows of weight 0 are not multiplied.
 
 use super::{
     cross_entropy::{self, LossRule, RowTarget},
     float::Float,
-    matmul::{MatrixLayout, MatrixView, StoreMode, multiply_in_pool, product_of_rows},
+    matmul::{MatrixLayout, MatrixView, StoreMode, multiply_in_pool, padded_rows, product_of_rows},
     parallel::{ELEMENTS_PER_BLOCK, map_chunks},
 };
 
-/// Logits per block: 8 MiB in single precision. A block of logits and one of their gradients exist
-/// at a time.
+/// Logits per block: 8 MiB in single precision.
 const LOGITS_PER_BLOCK: usize = 1 << 21;
 
 /// The fewest rows per block. Each block reads the weight, and reads and writes its gradient, which
@@ -51,42 +51,51 @@ impl<T: Float> HeadRows<T> {
         let weight = MatrixView::contiguous(weight, self.rule.classes, self.hidden);
         let counted: Vec<usize> =
             (0..self.targets.len()).filter(|&row| self.targets[row].weight != 0.0).collect();
+        let block_rows = self.rows_per_block().min(counted.len());
+        let buffer_rows = padded_rows(block_rows, self.rule.classes);
+        let mut logits = vec![T::ZERO; buffer_rows * self.rule.classes];
         let mut sum = 0.0;
-        for rows in counted.chunks(self.rows_per_block()) {
+        for rows in counted.chunks(block_rows.max(1)) {
             let x: Vec<&[T]> =
                 rows.iter().map(|&row| &x[row * self.hidden..][..self.hidden]).collect();
-            sum += self.add_block(rows, &x.concat(), weight, &mut grads);
+            sum += self.add_block(rows, x.concat(), weight, &mut logits, &mut grads);
         }
         (sum, grads)
     }
 
-    /// Returns the sum of the losses of some rows, and adds their gradients.
+    /// Returns the sum of the losses of some rows `x`, and adds their gradients. Overwrites `logits`.
     fn add_block(
         &self,
         rows: &[usize],
-        x: &[T],
+        mut x: Vec<T>,
         weight: MatrixView<'_, T>,
+        logits: &mut [T],
         grads: &mut HeadGrads<T>,
     ) -> f64 {
+        let classes = self.rule.classes;
         let targets: Vec<RowTarget> = rows.iter().map(|&row| self.targets[row]).collect();
-        let logits = product_of_rows(x, self.hidden, rows.len(), weight.t());
-        let (sum, log_sums) = cross_entropy::forward(&logits, &targets, &self.rule);
+        // Rows of zeros, so that the bits of a row do not depend on the number of rows.
+        let n_multiplied = padded_rows(rows.len(), classes);
+        x.resize(n_multiplied * self.hidden, T::ZERO);
+        let x = MatrixView::contiguous(&x, n_multiplied, self.hidden);
+        let layout = MatrixLayout::rows(n_multiplied, classes, classes);
+        multiply_in_pool(logits, layout, x, weight.t(), StoreMode::Set);
+        let logits = &mut logits[..rows.len() * classes];
+        let (sum, log_sums) = cross_entropy::forward(logits, &targets, &self.rule);
         if grads.x.is_none() && grads.weight.is_none() {
             return sum;
         }
-        let grad = cross_entropy::backward(&logits, &targets, &log_sums, &self.rule, 1.0);
-        drop(logits);
+        cross_entropy::backward_in_place(logits, &targets, &log_sums, &self.rule);
         if let Some(all) = &mut grads.x {
-            let block = product_of_rows(&grad, self.rule.classes, rows.len(), weight);
+            let block = product_of_rows(logits, classes, rows.len(), weight);
             for (grad, &row) in block.chunks(self.hidden.max(1)).zip(rows) {
                 all[row * self.hidden..][..self.hidden].copy_from_slice(grad);
             }
         }
         if let Some(all) = &mut grads.weight {
-            let layout = MatrixLayout::rows(self.rule.classes, self.hidden, self.hidden);
-            let grad = MatrixView::contiguous(&grad, rows.len(), self.rule.classes);
-            let x = MatrixView::contiguous(x, rows.len(), self.hidden);
-            multiply_in_pool(all, layout, grad.t(), x, StoreMode::Add);
+            let layout = MatrixLayout::rows(classes, self.hidden, self.hidden);
+            let grad = MatrixView::contiguous(logits, rows.len(), classes);
+            multiply_in_pool(all, layout, grad.t(), x.first_rows(rows.len()), StoreMode::Add);
         }
         sum
     }

@@ -63,6 +63,12 @@ impl<'a, T: Float> MatrixView<'a, T> {
         self.layout.rows
     }
 
+    /// Returns the first rows of the matrix.
+    pub(crate) fn first_rows(self, rows: usize) -> Self {
+        assert!(rows <= self.layout.rows, "a matrix has fewer rows");
+        Self { layout: MatrixLayout { rows, ..self.layout }, ..self }
+    }
+
     pub(crate) fn t(self) -> Self {
         Self { data: self.data, layout: self.layout.transposed() }
     }
