@@ -40,13 +40,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     steps.accumulation = number("accumulation");
     let placement = Placement::new(0, number("ranks").ok_or("no ranks")?)?;
     let batches = DynamicBatchSampler::new(lengths.as_slice(), config)?;
-    let size = number("global_batch_size").unwrap_or(lengths.len() as u64);
+    let size = number("global_batch_size").map_or(Ok(lengths.len()), usize::try_from)?;
     let greedy_seconds = least_seconds(|| {
-        let chunks = (0..lengths.len() as u64).step_by(size as usize);
-        chunks
-            .map(|start| {
-                batches.iter_order(start..lengths.len().min((start + size) as usize) as u64).count()
-            })
+        let indices: Vec<u64> = (0..lengths.len() as u64).collect();
+        indices
+            .chunks(size)
+            .map(|chunk| batches.iter_order(chunk.iter().copied()).count())
             .sum::<usize>()
     });
     let sampler = DistributedBatchSampler::new(batches, placement, steps)?;

@@ -284,7 +284,7 @@ fn run_files(dir: &Path) -> [SchemaExamples; 5] {
     let first = at("first");
     text(&[&train[..], &["--out", &first]].concat());
     let clipped = ["--max-grad-norm", "1", "--model", &first, "--out", &out];
-    let adapted = ["--lora", "2", "--lora-alpha", "3", "--dtype", "bf16"];
+    let adapted = ["--lora", "2", "--lora-alpha", "3", "--dtype", "bf16", "--accumulate", "2"];
     text(&[&train[..], &sharded, &learns, &clipped, &adapted].concat());
     let run = Path::new(&out);
     let metrics = fs::read_to_string(run.join("metrics.jsonl")).unwrap();

@@ -5,7 +5,6 @@
 
 mod damage;
 mod files;
-mod hostile;
 mod items;
 mod lock;
 mod run;

@@ -352,6 +352,7 @@ fn is_allowed(from: &Row, to: &Row, given: &Item, taken: Option<Item>) -> bool {
 }
 
 #[cfg(test)]
+#[expect(clippy::cast_possible_truncation, reason = "all numbers are small")]
 mod tests {
     use core_types::Seed;
 

@@ -182,6 +182,7 @@ impl GroupList {
 }
 
 #[cfg(test)]
+#[expect(clippy::cast_possible_truncation, reason = "all numbers are small")]
 mod tests {
     use core_types::Seed;
 

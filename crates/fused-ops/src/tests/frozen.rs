@@ -18,9 +18,9 @@ fn layer(dtype: DType) -> Result<(Tensor, [Var; 2])> {
 fn outcome(
     x: &Var,
     (weight, [a, b]): &(Tensor, [Var; 2]),
-    f: impl Fn(&Tensor, &AffineLayer) -> crate::Result<Tensor>,
+    apply: impl Fn(&Tensor, &AffineLayer) -> crate::Result<Tensor>,
 ) -> Result<Vec<Tensor>> {
-    let y = f(x, &AffineLayer::new(weight, None).with_adapter(a, b, SCALE))?;
+    let y = apply(x, &AffineLayer::new(weight, None).with_adapter(a, b, SCALE))?;
     let store = (&y * numbers(y.dims(), 9).to_dtype(y.dtype())?)?.sum_all()?.backward()?;
     assert!(store.get(weight).is_none());
     let grads = [x, a, b].map(|var| store.get(var).unwrap().clone());

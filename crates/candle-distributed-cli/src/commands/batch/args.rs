@@ -27,7 +27,7 @@ use crate::{
     "# The batches of rank 3: all ranks get the same number, and the batches of a step cost about the same"
     "candle-distributed batch --lengths lengths.txt --strategy sorted --max-tokens 16384 --world-size 8 --rank 3"
     "# The waiting of 8 ranks with 4 micro-batches each, where attention costs the square of a length"
-    "candle-distributed batch --lengths lengths.txt --strategy sorted --max-tokens 16384 --world-size 8 --steps grid --global-batch 512 --accumulate 4 --cost attention"
+    "candle-distributed batch --lengths lengths.txt --strategy sorted --max-tokens 16384 --world-size 8 --steps grid --global-batch 256 --accumulate 4 --cost attention"
     "# Packed rows of 2048 tokens"
     "candle-distributed batch --lengths lengths.txt --strategy pack --capacity 2048 --format json > packed.json"
     "# Batches in the order of PyTorch's sampler, one per line, each printed as soon as it is full"

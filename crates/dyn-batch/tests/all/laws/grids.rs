@@ -53,7 +53,7 @@ impl GridEpoch {
     fn check_batch(&self, batch: &Batch) {
         let config = self.batches.config();
         let lengths = self.batches.lengths();
-        let length = |&index: &u64| lengths[index as usize];
+        let length = |&index: &u64| lengths[usize::try_from(index).unwrap()];
         assert!(!batch.is_empty(), "an empty cell");
         assert_eq!(batch.real_tokens, batch.indices.iter().map(length).sum::<u64>());
         assert!(batch.padded_tokens() <= config.max_tokens.unwrap());
@@ -116,7 +116,7 @@ impl GridEpoch {
         let Ok(resumed) = resumed else { return };
         let dropped = resumed[0].report().dropped;
         let rest = if worlds[0] == worlds[1] {
-            resumed.into_iter().flatten().flat_map(indices_of).collect()
+            resumed.into_iter().flatten().flat_map(|step| indices_of(&step)).collect()
         } else {
             self.check_world(resumed).concat()
         };
@@ -129,7 +129,7 @@ impl GridEpoch {
     }
 }
 
-fn indices_of(step: Step) -> Vec<u64> {
+fn indices_of(step: &Step) -> Vec<u64> {
     step.micro_batches().flat_map(|batch| batch.indices.clone()).collect()
 }
 
@@ -186,7 +186,9 @@ fn global_batches_are_equal_in_every_world() {
     let order: Vec<u64> = epoch.order().collect();
     for world_size in 1..=4 {
         let mut steps = epoch.check_world(epoch.ranks(world_size).unwrap());
-        steps.iter_mut().for_each(|step| step.sort_unstable_by(|a, b| b.cmp(a)));
+        for step in &mut steps {
+            step.sort_unstable_by(|a, b| b.cmp(a));
+        }
         assert!(order.chunks(24).eq(steps.iter().map(Vec::as_slice)), "{world_size} ranks");
     }
 }
