@@ -11,8 +11,11 @@ use crate::{
     error::{Error, Result},
     kernels::{
         float::Float,
-        linear::{add_bias, sum_rows},
-        low_rank::{LowRankMatrix, sum_products, transposed},
+        linear::{
+            add_bias,
+            low_rank::{LowRankMatrix, sum_products, transposed},
+            sum_rows,
+        },
         matmul::{
             MatrixLayout, MatrixView, ProductThreads, StoreMode, multiply_in_pool, padded_rows,
             product, product_of_rows,

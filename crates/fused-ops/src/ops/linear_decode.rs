@@ -6,7 +6,10 @@ use crate::{
     affine::{AffineLayer, n_rows},
     autograd::CpuSlice,
     error::{Error, Result},
-    kernels::{float::Float, linear::add_bias, matvec},
+    kernels::{
+        float::Float,
+        linear::{add_bias, matvec},
+    },
     ops::linear::linear,
     route::{Route, last_dim},
 };

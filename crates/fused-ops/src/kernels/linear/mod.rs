@@ -1,6 +1,9 @@
 //! The parts of a linear layer besides its product: the bias, and the sums over rows for the bias's
 //! gradient.
 
+pub(crate) mod low_rank;
+pub(crate) mod matvec;
+
 use pulp::NullaryFnOnce;
 
 use super::{

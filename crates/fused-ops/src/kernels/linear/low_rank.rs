@@ -5,7 +5,7 @@
 
 use pulp::NullaryFnOnce;
 
-use super::{
+use crate::kernels::{
     float::Float,
     lanes::sum2,
     matmul::{MatrixView, ProductThreads, add_product_of_rows, product, product_of_rows},

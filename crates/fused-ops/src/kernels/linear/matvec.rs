@@ -6,7 +6,7 @@
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
-use super::{float::Float, vectorized};
+use crate::kernels::{float::Float, vectorized};
 
 /// The number of partial sums of a product: element i is added to sum i mod `LANES`.
 const LANES: usize = 32;
@@ -17,7 +17,7 @@ const BLOCK_ROWS: usize = 16;
 
 /// Returns weight·xᵀ, [outputs, rows of x], for each weight and its number of outputs.
 ///
-/// The order of an element's sum depends on the width alone, like in [`lanes`](super::lanes).
+/// The order of an element's sum depends on the width alone, like in [`lanes`](crate::kernels::lanes).
 pub(crate) fn products<T: Float>(x: &[T], rows: usize, weights: &[(&[T], usize)]) -> Vec<Vec<T>> {
     let mut results: Vec<_> =
         weights.iter().map(|(_, outputs)| vec![T::ZERO; outputs * rows]).collect();
