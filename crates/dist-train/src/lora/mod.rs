@@ -18,7 +18,7 @@ use fused_ops::layers::Linear;
 use self::{
     builders::{AdapterComposer, AdapterDeclarer},
     config::AdapterConfig,
-    matrices::{FILE, FILE_PREFIX, adapter_dtype, declare_matrices},
+    matrices::{FILE, FILE_PREFIX, adapter_dtype, add_adapter, declare_matrices},
 };
 use crate::{
     error::{Error, Result, lora::LoraError},
@@ -162,6 +162,31 @@ impl Lora {
     /// Returns the `alpha` of the factor `alpha / rank`.
     pub fn alpha(&self) -> f64 {
         self.config.alpha
+    }
+
+    /// Returns the weight of a layer with the adapter of `a` and `b` added, in the dtype of all three:
+    /// `weight + alpha / rank · b · a`.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the shapes or dtypes do not fit.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use dist_train::Lora;
+    ///
+    /// let lora = Lora::new(["up"], 1, 2.0)?;
+    /// let weight = Tensor::new(&[[1.0, 1.0]], &Device::Cpu)?;
+    /// let a = Tensor::new(&[[3.0, 5.0]], &Device::Cpu)?;
+    /// let b = Tensor::new(&[[1.0]], &Device::Cpu)?;
+    /// let merged = lora.merge_weight(&weight, &a, &b)?;
+    /// assert_eq!(merged.to_vec2::<f64>()?, [[7.0, 11.0]]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn merge_weight(&self, weight: &Tensor, a: &Tensor, b: &Tensor) -> CandleResult<Tensor> {
+        add_adapter(weight, a, b, self.config.scale())
     }
 
     /// Wraps the constructor of a model to declare adapters too: for

@@ -61,16 +61,17 @@ pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<VarBuilder<'static>
 }
 
 /// Adds the product of each adapter's matrices to the weight of its layer, and drops the matrices.
+#[expect(clippy::expect_used, reason = "the messages say why they cannot fail")]
 fn merge_adapters(tensors: &mut BTreeMap<String, Tensor>, lora: &Lora) -> candle_core::Result<()> {
-    let scale = lora.alpha() / lora.rank() as f64;
     let names: Vec<String> = tensors.keys().cloned().collect();
     for layer in names.iter().filter_map(|name| name.strip_suffix("lora_A.weight")) {
-        let [a, b] =
-            ["A", "B"].map(|matrix| tensors.remove(&format!("{layer}lora_{matrix}.weight")));
-        if let (Some(weight), Some(a), Some(b)) = (tensors.get_mut(&format!("{layer}weight")), a, b)
-        {
-            *weight = (&*weight + b.matmul(&(a * scale)?)?)?;
-        }
+        let [a, b] = ["A", "B"].map(|matrix| {
+            let matrix = tensors.remove(&format!("{layer}lora_{matrix}.weight"));
+            matrix.expect("an adapter declares both matrices")
+        });
+        let weight = tensors.get_mut(&format!("{layer}weight"));
+        let weight = weight.expect("an adapter is declared beside its weight");
+        *weight = lora.merge_weight(weight, &a, &b)?;
     }
     Ok(())
 }
