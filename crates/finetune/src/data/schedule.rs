@@ -382,13 +382,14 @@ fn remix(order: &DistributedSampler, n_parts: usize, read: &[u64]) -> Result<Vec
     let mut rest = Vec::new();
     for turn in order.iter().take(to_usize(n_left)) {
         let part = order.part_of(turn).expect("a mixture has the part of each of its samples");
-        rest.extend(parts[part].find(|index| match n_read.get_mut(index) {
+        let next = parts[part].find(|index| match n_read.get_mut(index) {
             Some(times) if *times > 0 => {
                 *times -= 1;
                 false
             }
             _ => true,
-        }));
+        });
+        rest.push(next.expect("a part alone is as long as all turns, read and left"));
     }
     Ok(rest)
 }
