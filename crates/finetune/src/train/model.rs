@@ -62,21 +62,12 @@ impl TrainedModel {
         let Self { model, trained } = self;
         trained.set_learning_rate(learning_rate)?;
         let loss = |_: &Replica, units: &Units, batch| model.loss(units, batch);
-        #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+        #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
         let last = batches.pop().expect("a step has at least one batch");
-        let mut sum = 0.0;
-        let mut weight = 0.0;
         for batch in batches {
-            let accumulated = trained.accumulate(batch, loss)?;
-            sum += accumulated.loss * accumulated.weight;
-            weight += accumulated.weight;
+            trained.accumulate(batch, loss)?;
         }
-        let mut step = trained.step(last, loss)?;
-        if weight > 0.0 {
-            step.loss = (sum + step.loss * step.weight) / (weight + step.weight);
-            step.weight += weight;
-        }
-        Ok(step)
+        Ok(trained.step(last, loss)?)
     }
 
     /// Returns the loss of a batch, without updating the model.
@@ -159,6 +150,28 @@ mod tests {
     }
 
     #[test]
+    fn micro_batches_have_the_losses_of_one_batch() {
+        let full = Sharding::default();
+        let expected = &golden::json("llama", "expected.json");
+        for sharding in [None, Some(&full)] {
+            let settings = fine_tuned("llama", 50, &json!({}));
+            let steps = steps_in(&settings, sharding, expected, pairs_of_rows);
+            assert_near(&expected["finetune"], &steps, [1e-5, 1e-5], "pairs");
+        }
+    }
+
+    /// Returns micro-batches with a row for each of the two devices.
+    #[expect(clippy::needless_pass_by_value, reason = "a split of a batch replaces it")]
+    fn pairs_of_rows(batch: BatchTensors) -> Vec<BatchTensors> {
+        let pair = |n| BatchTensors {
+            ids: batch.ids.narrow(0, n, 2).unwrap(),
+            targets: batch.targets.narrow(0, n, 2).unwrap(),
+            packing: None,
+        };
+        (0..batch.ids.dim(0).unwrap()).step_by(2).map(pair).collect()
+    }
+
+    #[test]
     fn halves_learn_as_in_transformers() {
         let expected = &golden::json("llama", "expected.json");
         let settings = fine_tuned("llama", 20, &json!({"dtype": "bf16"}));
@@ -196,6 +209,16 @@ mod tests {
 
     /// Trains on the batches of `expected`, and returns the loss and the gradient norm of each step.
     fn steps(spec: &Spec, sharding: Option<&Sharding>, expected: &Value) -> Vec<(f64, f64)> {
+        steps_in(spec, sharding, expected, |batch| vec![batch])
+    }
+
+    /// Like [`steps`], with the micro-batches that `split` makes of a batch.
+    fn steps_in(
+        spec: &Spec,
+        sharding: Option<&Sharding>,
+        expected: &Value,
+        split: fn(BatchTensors) -> Vec<BatchTensors>,
+    ) -> Vec<(f64, f64)> {
         let mesh = DeviceMesh::cpu(2).unwrap();
         let mut model = TrainedModel::new(&mesh, spec, sharding).unwrap();
         let batches = expected["batches"].as_array().unwrap();
@@ -203,7 +226,7 @@ mod tests {
         steps
             .map(|(step, batch)| {
                 let rate = spec.recipe.learning_rate(step, spec.steps);
-                let step = model.step(vec![tensors(batch)], rate).unwrap();
+                let step = model.step(split(tensors(batch)), rate).unwrap();
                 (step.loss, step.grad_norm)
             })
             .collect()
