@@ -110,6 +110,27 @@ fn only_clipping_keeps_all_gradients() {
     assert!(home.model("after") == home.model("within"));
 }
 
+/// Compares with a tolerance, since a sharded model adds devices before micro-batches.
+#[test]
+fn sharded_gradients_accumulate() {
+    let home = Home::new();
+    let accumulated = ["--steps", "4", "--accumulate", "2"];
+    home.train("whole", &accumulated);
+    home.train("parts", &[&accumulated[..], &["--strategy", "full"]].concat());
+    assert_eq!(home.losses("parts").len(), home.losses("whole").len());
+    for (found, expected) in home.losses("parts").iter().zip(home.losses("whole")) {
+        assert!((found - expected).abs() < 1e-6 * expected, "{found}, {expected}");
+    }
+    let sharding = &run_json(&home, "parts")["sessions"][0]["sharding"];
+    assert!(sharding.get("optimizer_in_backward").is_none(), "{sharding}");
+    // Without clipping, gradients would have to accumulate all the same.
+    let data = home.path("text.txt");
+    let clipped =
+        ["train", "--data", &data, "--strategy", "full", "--accumulate", "2", "--dry-run"];
+    let printed = text(&[&clipped[..], &["--max-grad-norm", "1e9"]].concat());
+    assert!(!printed.contains("--max-grad-norm none"), "{printed}");
+}
+
 #[test]
 fn runs_resume_with_other_sharding() {
     let home = Home::new();

@@ -300,6 +300,7 @@ impl Spec {
             sharding: session.sharding.as_ref(),
             steps,
             is_packed: self.is_packed(),
+            accumulates: self.finetune.micro_batches() > 1,
             check: false,
             world_size: session.world_size,
             // The file may have been edited, so the number is limited.

@@ -114,8 +114,10 @@ impl RunOptions {
             schedule.steps_done(batches)?;
         }
         let model = spec.trained_model()?;
-        // Clipping needs the norm of all gradients, which is known only after the backward pass.
-        let optimizer_in_backward = spec.recipe.max_grad_norm.is_none();
+        // Clipping needs the norm of all gradients, and accumulation their sums, which are known only
+        // after the last backward pass.
+        let optimizer_in_backward =
+            spec.recipe.max_grad_norm.is_none() && spec.finetune.micro_batches() == 1;
         let sharding = self.sharding.clone();
         Ok(Start::Train(Box::new(PreparedRun {
             parameters: model.parameters()?,
@@ -315,6 +317,7 @@ impl PreparedRun {
             sharding: self.sharding.as_ref(),
             steps,
             is_packed: self.spec.is_packed(),
+            accumulates: self.spec.finetune.micro_batches() > 1,
             check: false,
             world_size: self.world_size.as_u64(),
             ranks,
