@@ -176,16 +176,15 @@ impl Workload<'_> {
         let item = self.precision.bytes();
         // The sums of earlier micro-batches, and the gradients of this one.
         let copies = if self.accumulates { 2 } else { 1 };
+        let gradients = trained * (devices * copies * item + single);
+        let temporaries = devices * largest * item;
         vec![
             ("parameters", all),
-            (
-                "gradients of each device, and their sum",
-                trained * (devices * copies * item + single),
-            ),
+            ("gradients of each device, and their sum", gradients),
             ("optimizer state", trained * 2 * single),
-            ("gradient temporaries", devices * largest * item),
+            ("gradient temporaries", temporaries),
             ("activations", devices * self.max_tokens() * self.computed_bytes(self.sizes.layers)),
-            ("a block of logits", devices * self.head_bytes()),
+            ("logits", self.logits_bytes(gradients + temporaries)),
         ]
     }
 
@@ -208,15 +207,18 @@ impl Workload<'_> {
             Keep::Graph | Keep::Gathered => self.computed_bytes(self.sizes.layers),
         };
         let all_gradients: u128 = self.parameters.iter().map(f32_bytes).sum();
+        let gradients = sum(|rank| rank.grad_bytes);
+        let of_units = sum(|rank| rank.unreduced_bytes);
+        let temporaries = sum(|rank| rank.backward_bytes);
         let mut terms = vec![
             ("parameters", sum(|rank| rank.storage_bytes)),
-            ("gradients", sum(|rank| rank.grad_bytes)),
+            ("gradients", gradients),
             ("optimizer state", sum(|rank| rank.optimizer_bytes)),
             ("gathered parameters", gathered.into()),
-            ("gradients of a unit", sum(|rank| rank.unreduced_bytes)),
-            ("gradient temporaries", sum(|rank| rank.backward_bytes)),
+            ("gradients of a unit", of_units),
+            ("gradient temporaries", temporaries),
             ("activations", self.n_devices() * self.max_tokens() * token_bytes),
-            ("a block of logits", self.n_devices() * self.head_bytes()),
+            ("logits", self.logits_bytes(gradients + of_units + temporaries)),
         ];
         terms.extend(self.check.then_some(("checked gradients", all_gradients)));
         Ok(terms)
@@ -249,22 +251,25 @@ impl Workload<'_> {
         }
     }
 
-    /// Returns the bytes of the head and its loss, which
-    /// [`linear_cross_entropy`](fused_ops::linear_cross_entropy) computes by blocks of 8 MiB of
-    /// logits, or of 128 rows if these are more. In half precision, the weight and its gradient are
-    /// also widened.
-    fn head_bytes(&self) -> u128 {
+    /// Returns the bytes of the logits, which
+    /// [`linear_cross_entropy`](fused_ops::linear_cross_entropy) computes by blocks of 8 MiB, or of 128
+    /// rows if these are more. The allocator may retain a second block, until the `later` bytes of
+    /// gradients take its place. In half precision, the weight and its gradient are also widened.
+    fn logits_bytes(&self, later: u128) -> u128 {
         const FEWEST_ROWS: u128 = 128;
         const BLOCK_BYTES: u128 = 8 << 20;
         let ModelSizes { hidden, vocabulary, .. } = self.sizes;
         let row = vocabulary as u128 * Precision::F32.bytes();
-        let block = (self.max_tokens() * row).min(BLOCK_BYTES.max(FEWEST_ROWS * row));
+        let all = self.max_tokens() * row;
+        let block = all.min(BLOCK_BYTES.max(FEWEST_ROWS * row));
         let widened = match self.precision {
             Precision::F32 => 0,
             Precision::Bf16 if self.parameters.iter().all(ParameterInfo::requires_grad) => 4,
             Precision::Bf16 => 2,
         };
-        block + widened * hidden as u128 * row
+        let of_blocks = self.n_devices() * (block + widened * hidden as u128 * row);
+        let retained = self.n_devices() * block.min(all - block);
+        of_blocks + retained.saturating_sub(later)
     }
 
     /// Returns the bytes of masks, which have one value per pair of tokens in a row, and of the tensors
@@ -282,7 +287,7 @@ impl Workload<'_> {
     /// Returns the bytes that kernels and the allocator retain. Kernels of half precision pack blocks of
     /// rows in single precision.
     ///
-    /// Fitted to 60 random dry runs of up to four layers on two cores, whose peaks were 0.80 to 1.17 of
+    /// Fitted to 120 random dry runs of up to four layers on two cores, whose peaks were 0.65 to 1.21 of
     /// the prediction.
     fn retained_bytes(&self) -> u128 {
         const PER_PROCESS: u128 = 8 << 20;
