@@ -54,6 +54,17 @@ pub(crate) fn locate(ends: &[u64], index: u64) -> Result<(usize, u64)> {
     Ok((range, index - start))
 }
 
+impl<D> ConcatDataset<D> {
+    /// Returns the indices in each data set, without those that are out of range.
+    fn per_dataset(&self, indices: &[u64]) -> Vec<Vec<u64>> {
+        let mut per_dataset = vec![Vec::new(); self.datasets.len()];
+        for (dataset, index) in indices.iter().filter_map(|&index| locate(&self.ends, index).ok()) {
+            per_dataset[dataset].push(index);
+        }
+        per_dataset
+    }
+}
+
 impl<D: Dataset> Dataset for ConcatDataset<D> {
     type Item = D::Item;
 
@@ -71,12 +82,13 @@ impl<D: Dataset> Dataset for ConcatDataset<D> {
         self.datasets[dataset].read_seeded(index, seed)
     }
 
+    fn check(&self, indices: &[u64]) -> Result<(), BoxError> {
+        let per_dataset = self.per_dataset(indices);
+        self.datasets.iter().zip(&per_dataset).try_for_each(|(one, indices)| one.check(indices))
+    }
+
     fn prefetch(&self, indices: &[u64]) {
-        let mut per_dataset = vec![Vec::new(); self.datasets.len()];
-        for (dataset, index) in indices.iter().filter_map(|&index| locate(&self.ends, index).ok()) {
-            per_dataset[dataset].push(index);
-        }
-        for (dataset, indices) in self.datasets.iter().zip(&per_dataset) {
+        for (dataset, indices) in self.datasets.iter().zip(&self.per_dataset(indices)) {
             dataset.prefetch(indices);
         }
     }

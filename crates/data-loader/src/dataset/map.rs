@@ -39,12 +39,17 @@ where
 
     /// Reads a sample, with random changes from a fixed seed.
     fn read(&self, index: u64) -> Result<T, BoxError> {
-        self.read_seeded(index, Seed::default().derive(index))
+        let sample = self.read_seeded(index, Seed::default().derive(index));
+        self.check(&[index]).and(sample)
     }
 
     fn read_seeded(&self, index: u64, seed: Seed) -> Result<T, BoxError> {
         let sample = self.dataset.read_seeded(index, seed.derive(BELOW_STREAM))?;
         (self.f)(sample, seed.derive(FUNCTION_STREAM))
+    }
+
+    fn check(&self, indices: &[u64]) -> Result<(), BoxError> {
+        self.dataset.check(indices)
     }
 
     fn prefetch(&self, indices: &[u64]) {

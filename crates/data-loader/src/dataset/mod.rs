@@ -65,6 +65,18 @@ pub trait Dataset: Send + Sync {
         self.read(index)
     }
 
+    /// Checks samples that [`read_seeded`](Self::read_seeded) has returned, for example whether their
+    /// file has changed since it was opened. Loaders call this method once per batch, so data sets
+    /// need not check each sample in `read_seeded`; [`read`](Self::read) checks its sample itself.
+    ///
+    /// # Errors
+    ///
+    /// Any error. The loader then reads each sample again and checks it alone.
+    fn check(&self, indices: &[u64]) -> Result<(), BoxError> {
+        let _ = indices;
+        Ok(())
+    }
+
     /// Announces that a thread is about to read these samples, for example to open their shards.
     fn prefetch(&self, indices: &[u64]) {
         let _ = indices;
@@ -192,6 +204,10 @@ macro_rules! pointers {
 
             fn read_seeded(&self, index: u64, seed: Seed) -> Result<D::Item, BoxError> {
                 (**self).read_seeded(index, seed)
+            }
+
+            fn check(&self, indices: &[u64]) -> Result<(), BoxError> {
+                (**self).check(indices)
             }
 
             fn prefetch(&self, indices: &[u64]) {

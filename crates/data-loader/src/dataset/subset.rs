@@ -31,6 +31,11 @@ impl<D> SubsetDataset<D> {
         let len = self.indices.len() as u64;
         whole.copied().ok_or(Error::IndexOutOfRange { index, len })
     }
+
+    /// Returns the indices in the whole data set, without those that are out of range.
+    fn whole_indices(&self, indices: &[u64]) -> Vec<u64> {
+        indices.iter().filter_map(|&index| self.whole_index(index).ok()).collect()
+    }
 }
 
 impl<D: Dataset> Dataset for SubsetDataset<D> {
@@ -48,9 +53,12 @@ impl<D: Dataset> Dataset for SubsetDataset<D> {
         self.dataset.read_seeded(self.whole_index(index)?, seed)
     }
 
+    fn check(&self, indices: &[u64]) -> Result<(), BoxError> {
+        self.dataset.check(&self.whole_indices(indices))
+    }
+
     fn prefetch(&self, indices: &[u64]) {
-        let whole: Vec<u64> = indices.iter().filter_map(|&n| self.whole_index(n).ok()).collect();
-        self.dataset.prefetch(&whole);
+        self.dataset.prefetch(&self.whole_indices(indices));
     }
 
     fn fingerprint(&self) -> Option<u64> {

@@ -153,8 +153,26 @@ fn read_samples<D: Dataset>(
     job: &BatchJob,
     skipped: &mut Vec<SkippedSample>,
 ) -> Result<SampleBatch<D::Item>> {
+    let indices = &job.planned.batch.indices;
+    dataset.prefetch(indices);
+    let samples = read_each(dataset, on_error, job, skipped, |_| Ok(()))?;
+    if dataset.check(indices).is_ok() {
+        return Ok(samples);
+    }
+    // Read again, so that errors name the right samples.
+    skipped.clear();
+    read_each(dataset, on_error, job, skipped, |index| dataset.check(&[index]))
+}
+
+/// Reads the samples of a batch, and checks each with `check`.
+fn read_each<D: Dataset>(
+    dataset: &D,
+    on_error: OnError,
+    job: &BatchJob,
+    skipped: &mut Vec<SkippedSample>,
+    check: impl Fn(u64) -> Result<(), BoxError>,
+) -> Result<SampleBatch<D::Item>> {
     let PlannedBatch { number, batch, is_padding, lengths } = &job.planned;
-    dataset.prefetch(&batch.indices);
     let mut samples = SampleBatch {
         epoch: job.epoch,
         number: *number,
@@ -170,7 +188,10 @@ fn read_samples<D: Dataset>(
             break;
         }
         job.progress.set(index);
-        match dataset.read_seeded(index, job.seed.derive(index)) {
+        let sample = dataset.read_seeded(index, job.seed.derive(index));
+        // A sample that cannot be read because its file has changed says so.
+        let check = if sample.is_err() { dataset.check(&[index]) } else { check(index) };
+        match check.and(sample) {
             Ok(item) => {
                 samples.batch.indices.push(index);
                 samples.items.push(item);

@@ -64,14 +64,18 @@ impl DataFile {
     ///
     /// The stamp is compared after the read, because a file may change at any time before.
     pub(crate) fn read(&self, range: Range<u64>) -> Result<Vec<u8>> {
+        let bytes = self.read_unchecked(range);
+        self.check_unchanged().and(bytes)
+    }
+
+    /// Like [`read`](Self::read), for callers that compare the stamp later.
+    pub(crate) fn read_unchecked(&self, range: Range<u64>) -> Result<Vec<u8>> {
         // A range beyond the end would allocate memory for nothing.
         let n_bytes = range.end.min(self.len()).saturating_sub(range.start);
         let n_bytes = usize::try_from(n_bytes)
             .map_err(|_| Error::io(&self.path)(ErrorKind::OutOfMemory.into()))?;
         let mut bytes = vec![0; n_bytes];
-        let result = read_exact_at(&self.file, &mut bytes, range.start);
-        self.check_unchanged()?;
-        result.map_err(Error::io(&self.path))?;
+        read_exact_at(&self.file, &mut bytes, range.start).map_err(Error::io(&self.path))?;
         Ok(bytes)
     }
 

@@ -47,10 +47,11 @@ impl IndexedText {
         [self.edge_hash, self.index.len()]
     }
 
-    /// Reads a sample, without a byte order mark at the start of the file.
-    pub(crate) fn read(&self, file: &DataFile, index: u64) -> Result<RawSample> {
+    /// Reads a sample, without a byte order mark at the start of the file, for callers that check later
+    /// that the file is unchanged.
+    pub(crate) fn read_unchecked(&self, file: &DataFile, index: u64) -> Result<RawSample> {
         let place = self.index.place(index)?;
-        let mut bytes = file.read(place.bytes.clone())?;
+        let mut bytes = file.read_unchecked(place.bytes.clone())?;
         if place.bytes.start == 0 && bytes.starts_with(BYTE_ORDER_MARK) {
             bytes.drain(..BYTE_ORDER_MARK.len());
         }

@@ -2,7 +2,7 @@
 
 use std::{marker::PhantomData, path::Path};
 
-use core_types::Fingerprint;
+use core_types::{Fingerprint, Seed};
 use serde::de::DeserializeOwned;
 
 use crate::{
@@ -84,9 +84,18 @@ impl<T: DeserializeOwned + Send + 'static> Dataset for JsonlDataset<T> {
     }
 
     fn read(&self, index: u64) -> Result<T, BoxError> {
-        let sample = self.text.read(&self.file, index)?;
+        let item = self.read_seeded(index, Seed::default());
+        self.check(&[index]).and(item)
+    }
+
+    fn read_seeded(&self, index: u64, _: Seed) -> Result<T, BoxError> {
+        let sample = self.text.read_unchecked(&self.file, index)?;
         let item = serde_json::from_slice(&sample.bytes);
         Ok(item.map_err(|fault| self.text.invalid_line(&self.file, &sample, fault))?)
+    }
+
+    fn check(&self, _: &[u64]) -> Result<(), BoxError> {
+        Ok(self.file.check_unchanged()?)
     }
 
     fn fingerprint(&self) -> Option<u64> {

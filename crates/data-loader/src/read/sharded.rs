@@ -118,7 +118,9 @@ impl<S: ShardSource> Dataset for ShardedDataset<S> {
 
     fn read_seeded(&self, index: u64, seed: Seed) -> Result<Self::Item, BoxError> {
         let (shard, index) = self.shard(index)?;
-        shard.read_seeded(index, seed)
+        let sample = shard.read_seeded(index, seed);
+        // Checked at once, because the shard may be closed before the end of the batch.
+        shard.check(&[index]).and(sample)
     }
 
     /// Opens the shards of these samples that no other thread is opening, so that workers with the

@@ -1,12 +1,13 @@
 //! Lines, paragraphs or whole files of text.
 
 use std::{
+    collections::BTreeSet,
     fs,
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-use core_types::Fingerprint;
+use core_types::{Fingerprint, Seed};
 use dyn_batch::SequenceLengths;
 
 use crate::{
@@ -17,7 +18,7 @@ use crate::{
     error::{BoxError, Error, Result},
     read::{
         file::DataFile,
-        indexed_text::{IndexedText, RawSample},
+        indexed_text::IndexedText,
         line_index::{INDEX_EXTENSION, IndexPlace},
         open_cache::OpenCache,
         split_text::{MIN_SAMPLE_BYTES, SplitRule, TextUnit},
@@ -174,24 +175,29 @@ fn list_files(path: &Path) -> Result<Vec<PathBuf>> {
 }
 
 impl TextFiles {
-    fn read(&self, index: u64) -> Result<String> {
+    /// Reads a sample, for callers that check later that its file is unchanged.
+    fn read_unchecked(&self, index: u64) -> Result<String> {
         let (number, index) = locate(&self.ends, index)?;
         let text = &self.texts[number];
-        let file = self.open_files.get(number as u64, || text.reopen())?;
-        let sample = text.read(&file, index)?;
+        let file = self.open(number)?;
+        let sample = text.read_unchecked(&file, index)?;
         match std::str::from_utf8(&sample.bytes) {
-            Ok(_) => Ok(self.clean(&sample)),
+            Ok(text) => Ok(self.clean(text)),
             Err(fault) => Err(text.invalid_line(&file, &sample, fault)),
         }
     }
 
+    /// Returns a file, which has not changed if it was closed.
+    fn open(&self, number: usize) -> Result<Arc<DataFile>> {
+        self.open_files.get(number as u64, || self.texts[number].reopen())
+    }
+
     /// Removes separators and converts line ends.
-    fn clean(&self, sample: &RawSample) -> String {
-        let text = String::from_utf8_lossy(&sample.bytes);
+    fn clean(&self, text: &str) -> String {
         match self.unit {
             TextUnit::Line => {
                 let line = text.strip_suffix('\n');
-                line.map_or(&*text, |line| line.strip_suffix('\r').unwrap_or(line)).to_owned()
+                line.map_or(text, |line| line.strip_suffix('\r').unwrap_or(line)).to_owned()
             }
             TextUnit::Paragraph => {
                 let text = text.replace("\r\n", "\n");
@@ -218,7 +224,21 @@ impl Dataset for TextDataset {
     }
 
     fn read(&self, index: u64) -> Result<String, BoxError> {
-        Ok(self.files.read(index)?)
+        let sample = self.read_seeded(index, Seed::default());
+        self.check(&[index]).and(sample)
+    }
+
+    fn read_seeded(&self, index: u64, _: Seed) -> Result<String, BoxError> {
+        Ok(self.files.read_unchecked(index)?)
+    }
+
+    fn check(&self, indices: &[u64]) -> Result<(), BoxError> {
+        let located = indices.iter().filter_map(|&index| locate(&self.files.ends, index).ok());
+        let numbers: BTreeSet<usize> = located.map(|(number, _)| number).collect();
+        for number in numbers {
+            self.files.open(number)?.check_unchanged()?;
+        }
+        Ok(())
     }
 
     fn fingerprint(&self) -> Option<u64> {

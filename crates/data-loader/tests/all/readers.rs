@@ -4,12 +4,17 @@ use std::{
     fs::{self, File},
     io::{Seek, SeekFrom, Write},
     path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::{Duration, SystemTime},
 };
 
+use core_types::Epoch;
 use data_loader::{
-    BoxError, Dataset, Error, IndexPlace, JsonlDataset, NpyDataset, NpyDtype, NpyFault, NpyHeader,
-    TextConfig, TextDataset, TextUnit, TokenDataset, TokenType,
+    BoxError, DataLoader, Dataset, Error, IndexPlace, JsonlDataset, NpyDataset, NpyDtype, NpyFault,
+    NpyHeader, SampleBatch, TextConfig, TextDataset, TextUnit, TokenDataset, TokenType, concat,
 };
 use dyn_batch::SequenceLengths;
 use proptest::prelude::*;
@@ -302,6 +307,45 @@ fn changed_files_are_errors() {
     check_change(&path, &NpyDataset::<u8>::open(&path).unwrap());
     let path = write(&folder, "a.bin", [1, 0, 2, 0]);
     check_change(&path, &TokenDataset::open(&path, TokenType::U16, 1).unwrap());
+}
+
+/// Reads a batch of four samples, and changes their file after one of them.
+fn check_change_in_batch<D>(path: &Path, open: impl Fn(&Path) -> D)
+where
+    D: Dataset<Item: std::fmt::Debug> + 'static,
+{
+    let content = fs::read(path).unwrap();
+    for last_before in 0..4 {
+        fs::write(path, &content).unwrap();
+        let (dataset, doubled) = (open(path), content.repeat(2));
+        let (written, n_read) = (path.to_owned(), AtomicUsize::new(0));
+        let changing = Arc::new(dataset.map(move |sample| {
+            if n_read.fetch_add(1, Ordering::Relaxed) == last_before {
+                fs::write(&written, &doubled)?;
+            }
+            Ok(sample)
+        }));
+        let halves = [vec![0, 1], vec![2, 3]].map(|half| Arc::clone(&changing).subset(half));
+        let loader = DataLoader::builder(concat(halves)).batch_size(4);
+        let mut loader = loader.collate(|samples: SampleBatch<_>| Ok(samples.items)).unwrap();
+        loader.set_epoch(Epoch::ZERO).unwrap();
+        match loader.next().unwrap().unwrap_err() {
+            Error::Sample { index: 0, source } => {
+                let error: Error = *source.downcast().unwrap();
+                assert!(matches!(error, Error::FileChanged { .. }), "{error}");
+            }
+            error => panic!("{error}"),
+        }
+    }
+}
+
+#[test]
+fn files_that_change_within_a_batch_are_errors() {
+    let folder = TempDir::new().unwrap();
+    let path = write(&folder, "a.txt", "one\ntwo\nthree\nfour\n");
+    check_change_in_batch(&path, |path| TextDataset::open(path).unwrap());
+    let path = write(&folder, "a.jsonl", "1\n2\n3\n4\n");
+    check_change_in_batch(&path, |path| JsonlDataset::<u32>::open(path).unwrap());
 }
 
 fn npy(dtype: NpyDtype, shape: &[u64], data: &[u8]) -> Vec<u8> {
