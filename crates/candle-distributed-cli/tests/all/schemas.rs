@@ -297,6 +297,7 @@ fn run_files(dir: &Path) -> [SchemaExamples; 5] {
     let mut without_data = read(&run.join("run.json"));
     without_data["data"] = Value::Null;
     without_data["allow_non_finite"] = true.into();
+    without_data["finetune"]["max_tokens_per_batch"] = 256.into();
     without_data["sessions"][0]["sharding"]["optimizer_in_backward"] = true.into();
     let (mut runs, validations) = finetuned(dir);
     let [more, mixed] = ["more.txt", "mixed"].map(at);

@@ -131,6 +131,27 @@ fn sharded_gradients_accumulate() {
     assert!(!printed.contains("--max-grad-norm none"), "{printed}");
 }
 
+/// The batches of a step stay the same ones, so its loss differs in rounding.
+#[test]
+fn limited_micro_batches_have_the_loss_of_their_step() {
+    let home = Home::new();
+    let lines: Vec<String> = (1..=60).map(|n| "a word ".repeat(1 + n * n % 17) + "\n\n").collect();
+    fs::write(home.at("text.txt"), lines.concat()).unwrap();
+    let steps = ["--steps", "5", "--batch-size", "12"];
+    home.train("one", &steps);
+    home.train("several", &[&steps[..], &["--max-tokens-per-batch", "300"]].concat());
+    for (found, expected) in home.losses("several").iter().zip(home.losses("one")) {
+        assert!((found - expected).abs() < 1e-6 * expected, "{found}, {expected}");
+    }
+    assert_eq!(home.numbers("several", "real_tokens"), home.numbers("one", "real_tokens"));
+    let padded = |name| home.numbers(name, "padded_tokens").iter().sum::<f64>();
+    assert!(padded("several") < padded("one"));
+
+    let data = home.path("text.txt");
+    let small = ["train", "--data", &data, "--max-tokens-per-batch", "100", "--context", "128"];
+    rejects(&small, &["max_tokens_per_batch is 100: expected at least 128"]);
+}
+
 #[test]
 fn runs_resume_with_other_sharding() {
     let home = Home::new();

@@ -76,7 +76,10 @@ pub(crate) struct Batching {
     /// Number of batches in a micro-batch: 1 for padded rows. A packed row is a batch, and a
     /// micro-batch may have several.
     pub(crate) n_batches: u64,
-    /// Number of micro-batches in a step, if gradients are accumulated.
+    /// Whether a step is a grid of micro-batches of padded rows.
+    pub(crate) is_grid: bool,
+    /// Number of micro-batches in a step, if gradients are accumulated; the fewest that hold a global
+    /// batch of a grid by default.
     pub(crate) accumulate: Option<u64>,
 }
 
@@ -84,7 +87,14 @@ impl Batching {
     /// Groups sequences of similar length into batches, one per step.
     pub(crate) fn bucketed(max_tokens: u64) -> Self {
         let strategy = DynamicBatchStrategy::Bucket(Buckets::Width(BUCKET_WIDTH));
-        Self { strategy, max_tokens, max_batch_size: None, n_batches: 1, accumulate: None }
+        Self {
+            strategy,
+            max_tokens,
+            max_batch_size: None,
+            n_batches: 1,
+            is_grid: false,
+            accumulate: None,
+        }
     }
 }
 
@@ -176,15 +186,13 @@ impl BatchSchedule {
             batch_config = batch_config.with_max_batch_size(max_batch_size);
         }
         let mut step_config = DistributedConfig::default().with_shuffle(seed.derive(BATCH_STREAM));
-        if let Some(accumulate) = batching.accumulate {
-            step_config = step_config.with_accumulation(accumulate);
-            if !matches!(batching.strategy, DynamicBatchStrategy::Pack(_)) {
-                // The batch size is the number of sequences in a step.
-                let mut grid = GridConfig::default();
-                grid.global_batch_size = batching.max_batch_size;
-                step_config = step_config.with_layout(StepLayout::Grid(grid));
-                batch_config = batch_config.with_remainder(Remainder::Keep);
-            }
+        step_config.accumulation = batching.accumulate;
+        if batching.is_grid {
+            // The batch size is the number of sequences in a step.
+            let mut grid = GridConfig::default();
+            grid.global_batch_size = batching.max_batch_size;
+            step_config = step_config.with_layout(StepLayout::Grid(grid));
+            batch_config = batch_config.with_remainder(Remainder::Keep);
         }
         let batches = DynamicBatchSampler::new(lengths, batch_config)?;
         let placement = Placement::new(0, batching.n_batches)?;
@@ -421,7 +429,11 @@ mod tests {
             Batching { strategy, max_batch_size: None, n_batches: 2, ..Batching::bucketed(64) };
         resumes(&schedule((10..60).collect(), &packed), &schedule(vec![3, 2], &packed));
         for accumulated in [
-            Batching { strategy: DynamicBatchStrategy::PadToMax, ..bucketed.clone() },
+            Batching {
+                strategy: DynamicBatchStrategy::PadToMax,
+                is_grid: true,
+                ..bucketed.clone()
+            },
             Batching { n_batches: 1, ..packed.clone() },
         ] {
             let accumulated = Batching { accumulate: Some(2), ..accumulated };

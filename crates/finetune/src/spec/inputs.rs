@@ -53,6 +53,9 @@ pub struct RunInputs {
     /// Number of micro-batches in a step, if gradients are accumulated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub accumulate: Option<u64>,
+    /// Maximum padded tokens of a micro-batch, if their number depends on it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_tokens_per_batch: Option<u64>,
     /// Held-out examples.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<Validation>,
@@ -90,6 +93,11 @@ impl RunInputs {
     /// Returns the number of micro-batches in a step.
     pub(crate) fn micro_batches(&self) -> usize {
         self.accumulate.map_or(1, |n| usize::try_from(n).unwrap_or(usize::MAX))
+    }
+
+    /// Returns true if a step may have several micro-batches.
+    pub(crate) fn accumulates(&self) -> bool {
+        self.micro_batches() > 1 || self.max_tokens_per_batch.is_some()
     }
 
     /// Returns the model without adapters.

@@ -220,34 +220,40 @@ impl Spec {
 
     /// Returns the batching of sequences.
     fn batching(&self) -> Batching {
-        let bucketed = Batching::bucketed(self.max_tokens);
         let RunInputs { rows, batch_size, context, accumulate, .. } = self.finetune;
-        let n_micro_batches = accumulate.unwrap_or(1);
+        let limit = self.finetune.max_tokens_per_batch.map(|limit| limit.min(self.max_tokens));
+        // Without a limit, a global batch may need one micro-batch that has most of its tokens.
+        let share = self.max_tokens / accumulate.unwrap_or(1);
+        let bucketed = Batching::bucketed(self.max_tokens);
+        let is_grid = accumulate.or(limit).is_some();
         match (rows, batch_size) {
-            (Rows::Padded, _) if accumulate.is_some() => Batching {
+            (Rows::Padded, None) if !is_grid => bucketed,
+            (Rows::Padded, None) => Batching {
                 strategy: DynamicBatchStrategy::PadToMax,
-                // A global batch may need one micro-batch that has most of its tokens.
-                max_tokens: match batch_size {
-                    Some(_) => self.max_tokens,
-                    None => self.max_tokens / n_micro_batches,
-                },
-                max_batch_size: batch_size,
-                n_batches: 1,
-                accumulate,
-            },
-            (Rows::Padded, None) => bucketed,
-            (Rows::Padded, Some(_)) => Batching {
-                strategy: DynamicBatchStrategy::PadToMax,
-                max_batch_size: batch_size,
+                max_tokens: limit.unwrap_or(share),
+                is_grid,
+                accumulate: limit.map(|limit| self.max_tokens / limit).or(accumulate),
                 ..bucketed
             },
-            (Rows::Packed, _) => Batching {
-                strategy: DynamicBatchStrategy::Pack(Packing::BestFit),
-                max_tokens: context as u64,
-                max_batch_size: None,
-                n_batches: (self.max_tokens / context as u64 / n_micro_batches).max(1),
+            (Rows::Padded, Some(_)) => Batching {
+                strategy: DynamicBatchStrategy::PadToMax,
+                max_tokens: limit.unwrap_or(self.max_tokens),
+                max_batch_size: batch_size,
+                is_grid,
                 accumulate,
+                ..bucketed
             },
+            (Rows::Packed, _) => {
+                let max_rows = self.max_tokens / context as u64;
+                let n_batches = (limit.unwrap_or(share) / context as u64).max(1);
+                Batching {
+                    strategy: DynamicBatchStrategy::Pack(Packing::BestFit),
+                    max_tokens: context as u64,
+                    n_batches,
+                    accumulate: limit.map(|_| (max_rows / n_batches).max(1)).or(accumulate),
+                    ..bucketed
+                }
+            }
         }
     }
 
@@ -300,7 +306,7 @@ impl Spec {
             sharding: session.sharding.as_ref(),
             steps,
             is_packed: self.is_packed(),
-            accumulates: self.finetune.micro_batches() > 1,
+            accumulates: self.finetune.accumulates(),
             check: false,
             world_size: session.world_size,
             // The file may have been edited, so the number is limited.
@@ -414,7 +420,7 @@ pub(crate) fn variant_name(variant: &impl Serialize) -> String {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use std::{collections::BTreeSet, fs};
+    use std::{collections::BTreeSet, fs, sync::Arc};
 
     use serde_json::json;
 
@@ -453,6 +459,7 @@ pub(crate) mod tests {
             overlong: Overlong::Split,
             batch_size: None,
             accumulate: None,
+            max_tokens_per_batch: None,
             validation: None,
             merge: true,
             mixture: Vec::new(),
@@ -505,6 +512,36 @@ pub(crate) mod tests {
         // The identity does not depend on the path of the texts and on the devices.
         let moved = Spec { data: vec!["text".into()], sessions: vec![], ..run.clone() };
         assert_eq!(moved.identity(), run.identity());
+    }
+
+    #[test]
+    fn micro_batches_stay_below_their_limit() {
+        let lengths: Vec<u64> = (0..200).map(|n| 1 + n * 37 % 128).collect();
+        for (rows, batch_size, limit) in [
+            (Rows::Padded, None, 300),
+            (Rows::Padded, Some(12), 300),
+            (Rows::Packed, None, 300),
+            (Rows::Packed, Some(7), 128),
+        ] {
+            let max_tokens_per_batch = Some(limit);
+            let finetune = RunInputs { rows, batch_size, max_tokens_per_batch, ..inputs() };
+            let max_tokens = batch_size.map_or(1000, |rows| rows * 128);
+            let run = Spec { max_tokens, finetune, ..spec() };
+            let schedule = BatchSchedule::new(lengths.clone(), Seed::new(1), &run.batching());
+            let steps = Arc::new(schedule.unwrap());
+            let mut n_micro_batches = BTreeSet::new();
+            for step in steps.steps(None).unwrap().take(20).map(Result::unwrap) {
+                let tokens: Vec<u64> = step.micro_batches().map(padded_tokens).collect();
+                assert!(tokens.iter().all(|&tokens| tokens <= limit), "{rows:?}, {tokens:?}");
+                assert!(tokens.iter().sum::<u64>() <= max_tokens, "{rows:?}, {tokens:?}");
+                n_micro_batches.insert(tokens.len());
+            }
+            assert!(n_micro_batches.iter().any(|&n| n > 1), "{rows:?}");
+        }
+    }
+
+    fn padded_tokens(batches: &[Batch]) -> u64 {
+        batches.iter().map(|batch| batch.rows * batch.padded_length).sum()
     }
 
     #[test]

@@ -68,6 +68,7 @@ impl RunOptions {
             overlong: self.overlong.unwrap_or(default_overlong),
             batch_size: self.batch_size,
             accumulate: self.accumulate,
+            max_tokens_per_batch: self.max_tokens_per_batch,
             validation: self.validation.map(|fraction| Validation { fraction, every }),
             merge: false,
             mixture: self.new_mixture(),

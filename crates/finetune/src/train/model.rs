@@ -192,6 +192,7 @@ mod tests {
             overlong: Overlong::Error,
             batch_size: None,
             accumulate: None,
+            max_tokens_per_batch: None,
             validation: None,
             merge: false,
             mixture: Vec::new(),

@@ -96,6 +96,18 @@ pub struct RunOptions {
         arg(long, value_name = "N", help_heading = "Model folder and texts")
     )]
     pub accumulate: Option<u64>,
+    /// Maximum number of tokens in a micro-batch of all devices, padding included, at least one longest
+    /// sequence: a step has as many micro-batches as it needs
+    #[cfg_attr(
+        feature = "clap",
+        arg(
+            long,
+            value_name = "N",
+            conflicts_with = "accumulate",
+            help_heading = "Model folder and texts"
+        )
+    )]
+    pub max_tokens_per_batch: Option<u64>,
     /// Treatment of texts that are longer than the context [default: error; split for the small
     /// byte-level model]
     #[cfg_attr(feature = "clap", arg(long, value_enum, help_heading = "Model folder and texts"))]
@@ -198,6 +210,11 @@ impl RunOptions {
             ("rows", self.rows.as_ref().map(variant_name), Some(variant_name(&inputs.rows))),
             ("batch_size", to_text(self.batch_size), to_text(inputs.batch_size)),
             ("accumulate", to_text(self.accumulate), to_text(inputs.accumulate)),
+            (
+                "max_tokens_per_batch",
+                to_text(self.max_tokens_per_batch),
+                to_text(inputs.max_tokens_per_batch),
+            ),
             (
                 "overlong",
                 self.overlong.as_ref().map(variant_name),

@@ -117,7 +117,7 @@ impl RunOptions {
         // Clipping needs the norm of all gradients, and accumulation their sums, which are known only
         // after the last backward pass.
         let optimizer_in_backward =
-            spec.recipe.max_grad_norm.is_none() && spec.finetune.micro_batches() == 1;
+            spec.recipe.max_grad_norm.is_none() && !spec.finetune.accumulates();
         let sharding = self.sharding.clone();
         Ok(Start::Train(Box::new(PreparedRun {
             parameters: model.parameters()?,
@@ -205,6 +205,11 @@ impl RunOptions {
     /// Returns the most tokens of a step, at least as many as the longest sequence has.
     fn checked_max_tokens(&self, inputs: &RunInputs, world_size: WorldSize) -> Result<u64> {
         // Every micro-batch holds the longest sequence.
+        let context = inputs.context as u64;
+        if let Some(limit) = inputs.max_tokens_per_batch.filter(|&limit| limit < context) {
+            let expected = format!("at least {context}");
+            return Err(SpecError::setting("max_tokens_per_batch", &limit, expected).into());
+        }
         let longest = inputs.context.saturating_mul(inputs.micro_batches());
         let of_sequences = inputs.batch_size.map(|n| n.saturating_mul(inputs.context as u64));
         match self.max_tokens.or(of_sequences) {
@@ -317,7 +322,7 @@ impl PreparedRun {
             sharding: self.sharding.as_ref(),
             steps,
             is_packed: self.spec.is_packed(),
-            accumulates: self.spec.finetune.micro_batches() > 1,
+            accumulates: self.spec.finetune.accumulates(),
             check: false,
             world_size: self.world_size.as_u64(),
             ranks,
