@@ -1,11 +1,12 @@
 """Times the fine-tuning steps of `benches/llama.rs` in transformers.
 
-    python hf_llama.py FOLDER [threads] [rows] [length] [steps] [lora]
+    python hf_llama.py FOLDER [threads] [rows] [length] [steps] [lora] [compile]
 
 Makes a random model of 15 million parameters in FOLDER if it has none. Both programs train this model on the same tokens,
-so their losses are equal. With `lora` at the end PEFT trains only adapters of rank 8 on all linear layers. Attention is `sdpa`, and the optimizer is torch's fused AdamW. Prints one line: the minimum
-and the median time of a step, tokens per second by the median, processor time per step, peak memory, memory after the
-imports, and the losses of the first two steps and of the last step.
+so their losses are equal. With `lora` PEFT trains only adapters of rank 8 on all linear layers; `compile` calls
+`torch.compile`. Attention is `sdpa`, and the optimizer is torch's fused AdamW. Prints one line: the minimum and the median
+time of a step, tokens per second by the median, processor time per step, peak memory, memory after the imports, and the
+losses of the first two steps and of the last step.
 """
 
 import os
@@ -52,8 +53,8 @@ def tokens(rows, length, vocabulary):
 
 def main():
     folder = sys.argv[1]
-    lora = sys.argv[-1] == "lora"
-    numbers = [int(number) for number in sys.argv[2 : -1 if lora else None]]
+    lora = "lora" in sys.argv
+    numbers = [int(number) for number in sys.argv[2:] if number.isdigit()]
     threads, rows, length, steps = numbers + [2, 8, 256, 24][len(numbers):]
     torch.set_num_threads(threads)
     if lora:
@@ -65,6 +66,8 @@ def main():
     if lora:
         layers = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
         model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=layers))
+    if "compile" in sys.argv:
+        model.compile()
     model.train()
     ids = tokens(rows, length, model.config.vocab_size)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

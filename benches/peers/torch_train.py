@@ -1,12 +1,13 @@
 """Times the training step of `benches/step.rs` in PyTorch.
 
-    python torch_train.py [eager|ddp|fsdp|fsdp-checkpoint] [threads] [hidden] [layers] [heads] [context] [rows] [steps]
+    python torch_train.py [eager|compile|ddp|fsdp|fsdp-checkpoint] [threads] [hidden] [layers] [heads] [context] [rows]
+        [steps]
 
-`ddp` and `fsdp` start `threads` processes of one thread each; `fsdp` calls `fully_shard` on each block and on the model,
-and `fsdp-checkpoint` also recomputes blocks in the backward pass. Attention is `scaled_dot_product_attention`, and the
-optimizer is the fused AdamW. Prints one line: the minimum and the median time of a step, processor time per step over
-all processes, peak memory, and the losses of the first two steps and of the last step. The memory of several processes
-is their sum, less their memory after torch is loaded and a small model is trained.
+`compile` is eager with `torch.compile`. `ddp` and `fsdp` start `threads` processes of one thread each; `fsdp` calls
+`fully_shard` on each block and on the model, and `fsdp-checkpoint` also recomputes blocks in the backward pass. Attention is
+`scaled_dot_product_attention`, and the optimizer is the fused AdamW. Prints one line: the minimum and the median time of a
+step, processor time per step over all processes, peak memory, and the losses of the first two steps and of the last step.
+The memory of several processes is their sum, less their memory after torch is loaded and a small model is trained.
 """
 
 import os
@@ -118,6 +119,8 @@ def run(sizes, rows, steps, rank=0, world=1, mode="eager"):
         model = Model(*sizes)
         if world > 1:
             model = nn.parallel.DistributedDataParallel(model)
+        if mode == "compile":
+            model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     warm_up, times, losses = steps // 4, [], []
     for step in range(steps):
@@ -168,15 +171,15 @@ def main():
     numbers = [int(number) for number in sys.argv[2:]]
     defaults = [2, 128, 2, 4, 128, 32, 24]
     threads, *sizes, rows, steps = numbers + defaults[len(numbers):]
-    if mode != "eager":
+    if mode not in ("eager", "compile"):
         port = 29500 + os.getpid() % 400
         arguments = (mode, threads, port, sizes, rows, steps)
         torch.multiprocessing.spawn(worker, arguments, nprocs=threads)
     else:
         torch.set_num_threads(threads)
-        measured = run(sizes, rows, steps)
+        measured = run(sizes, rows, steps, mode=mode)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-        report(f"torch eager on {threads}", *measured, memory)
+        report(f"torch {mode} on {threads}", *measured, memory)
 
 
 if __name__ == "__main__":
