@@ -149,7 +149,7 @@ fn limited_micro_batches_have_the_loss_of_their_step() {
 
     let data = home.path("text.txt");
     let small = ["train", "--data", &data, "--max-tokens-per-batch", "100", "--context", "128"];
-    rejects(&small, &["max_tokens_per_batch is 100: expected at least 128"]);
+    rejects(&small, &["--max-tokens-per-batch is 100, must be at least 128"]);
 }
 
 #[test]
