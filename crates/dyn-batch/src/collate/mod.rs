@@ -269,6 +269,7 @@ mod tests {
     use super::*;
     use crate::{
         config::{BatchConfig, DynamicBatchStrategy, Overlong, Packing},
+        lengths::split::SplitLengths,
         sampler::DynamicBatchSampler,
     };
 
@@ -352,6 +353,30 @@ mod tests {
         assert_eq!(tensors.rows.position_ids.to_vec2::<u32>().unwrap(), [[0, 1, 2, 0, 0, 0]]);
         assert_eq!(tensors.labels.to_vec2::<i64>().unwrap(), [[-100, 2, 3, -100, -100, -100]]);
         assert_eq!(tensors.rows.cu_seqlens.to_vec1::<u32>().unwrap(), [0, 3, 4]);
+    }
+
+    #[test]
+    fn pieces_of_documents_are_segments() {
+        let document: Vec<u32> = (0..8).collect();
+        let pieces = SplitLengths::new([8_u64], 3).unwrap();
+        let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
+        let config = BatchConfig::default().with_strategy(pack).with_max_tokens(6);
+        let sampler = DynamicBatchSampler::new(&pieces, config).unwrap();
+        let batches = sampler.iter_order(pieces.pieces_of([0]));
+        let batches: Vec<Batch> = batches.collect::<crate::error::Result<_>>().unwrap();
+        let range = |number| pieces.piece(number).unwrap().range;
+        let text = |number| {
+            let range = range(number);
+            &document[usize::try_from(range.start).unwrap()..usize::try_from(range.end).unwrap()]
+        };
+        let tensors =
+            batches.iter().map(|b| Collator::default().pack(b, text, &Device::Cpu).unwrap());
+        let (ids, ends): (Vec<_>, Vec<_>) = tensors
+            .map(|tensors| (tensors.ids.to_vec2::<u32>(), tensors.rows.cu_seqlens.to_vec1::<u32>()))
+            .map(|(ids, ends)| (ids.unwrap().concat(), ends.unwrap()))
+            .unzip();
+        assert_eq!(ids, [[3, 4, 5, 0, 1, 2], [6, 7, 0, 0, 0, 0]]);
+        assert_eq!(ends, [vec![0, 3, 6], vec![0, 2]]);
     }
 
     /// Ten times each token, and whether it is even.

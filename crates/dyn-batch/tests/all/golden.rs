@@ -5,7 +5,8 @@
 use core_types::{Epoch, Fingerprint, Placement, Seed};
 use dyn_batch::{
     Batch, BatchConfig, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig,
-    DynamicBatchSampler, DynamicBatchStrategy, Packing, StepLayout, StepRemainder,
+    DynamicBatchSampler, DynamicBatchStrategy, GridConfig, Packing, StepLayout, StepRemainder,
+    Synchronization,
 };
 
 /// Draws lengths between 1 and 60.
@@ -163,5 +164,31 @@ fn every_strategy_is_pinned() {
     ];
     for (strategy, expected) in pinned {
         assert_eq!(digest(&strategy), expected, "{strategy:?}");
+    }
+}
+
+#[test]
+fn grids_are_pinned() {
+    let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
+    for (strategy, global_batch_size, accumulation, expected) in [
+        (DynamicBatchStrategy::PadToMax, Some(24), Some(2), 4_976_535_698_538_379_442),
+        (DynamicBatchStrategy::PadToMax, Some(48), None, 9_480_721_284_650_316_258),
+        (DynamicBatchStrategy::PadToMax, None, Some(2), 1_878_431_705_328_824_518),
+        (pack.clone(), Some(24), Some(4), 15_715_032_915_750_870_682),
+        (pack, None, Some(2), 2_216_167_590_817_136_320),
+    ] {
+        let mut digest = Fingerprint::new();
+        for synchronization in [Synchronization::MicroStep, Synchronization::Step] {
+            let mut grid = GridConfig::default().with_synchronization(synchronization);
+            grid.global_batch_size = global_batch_size;
+            let mut config = DistributedConfig::default()
+                .with_layout(StepLayout::Grid(grid))
+                .with_shuffle(Seed::new(9))
+                .with_cost(Cost::ATTENTION);
+            config.accumulation = accumulation;
+            let steps = steps(&sampler(strategy.clone(), 300, 240), config, 1);
+            steps.iter().flatten().for_each(|batch| add(&mut digest, batch));
+        }
+        assert_eq!(digest.finish(), expected, "{strategy:?}, {global_batch_size:?}");
     }
 }
