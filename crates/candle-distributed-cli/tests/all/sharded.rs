@@ -138,7 +138,7 @@ fn limited_micro_batches_have_the_loss_of_their_step() {
     let lines: Vec<String> = (1..=60).map(|n| "a word ".repeat(1 + n * n % 17) + "\n\n").collect();
     fs::write(home.at("text.txt"), lines.concat()).unwrap();
     let steps = ["--steps", "5", "--batch-size", "12"];
-    home.train("one", &steps);
+    home.train("one", &[&steps[..], &["--accumulate", "1"]].concat());
     home.train("several", &[&steps[..], &["--max-tokens-per-batch", "300"]].concat());
     for (found, expected) in home.losses("several").iter().zip(home.losses("one")) {
         assert!((found - expected).abs() < 1e-6 * expected, "{found}, {expected}");
