@@ -1,8 +1,8 @@
 //! Packed cells: rows within their limits, of almost equal cost.
 //!
 //! Balancing sums under limits is hard (it contains bin packing), so the planner tries rules from the
-//! fastest to the slowest, improves each by exchanges between rows, and keeps the rows whose
-//! micro-steps take the least time. It stops at a rule that is within 1/16384 of the mean:
+//! fastest to the slowest, keeps the rows whose micro-steps take the least time, and improves them by
+//! exchanges between rows. It stops at a rule that is within 1/16384 of the mean:
 //!
 //! 1. *Least cost first*: the longest sequences first, each into the row of least cost that has space
 //!    (Graham's rule, as in TRL). It fails if rows are almost full.
@@ -99,7 +99,8 @@ pub(super) fn balance_rows(
     let mut best: Option<(u128, Vec<Row>)> = None;
     for rule in rules {
         let Some(mut rows) = rule() else { continue };
-        let time = improve(&mut rows, n_ranks);
+        rows.sort_by_key(|row| Reverse(row.cost));
+        let time = rows.chunks(n_ranks).map(largest_cost).sum();
         if best.as_ref().is_none_or(|&(least, _)| time < least) {
             best = Some((time, rows));
         }
@@ -107,7 +108,9 @@ pub(super) fn balance_rows(
             break;
         }
     }
-    best.map(|(_, rows)| rows.into_iter().map(to_cell).collect())
+    let (_, mut rows) = best?;
+    improve(&mut rows, n_ranks);
+    Some(rows.into_iter().map(to_cell).collect())
 }
 
 fn to_cell(mut row: Row) -> GridCell {
@@ -249,10 +252,8 @@ fn split_to(mut rows: Vec<Row>, limits: &BatchLimits, n_cells: usize) -> Option<
     Some(rows)
 }
 
-/// Exchanges items between rows while that makes the costliest row of a micro-step cheaper. Returns the
-/// sum of the costliest rows.
-fn improve(rows: &mut [Row], n_ranks: usize) -> u128 {
-    rows.sort_by_key(|row| Reverse(row.cost));
+/// Exchanges items between rows while that makes the costliest row of a micro-step cheaper.
+fn improve(rows: &mut [Row], n_ranks: usize) {
     // The bound ends long series of tiny gains.
     let mut n_exchanges_left = rows.iter().map(|row| row.items.len()).sum::<usize>() / 2;
     let mut has_improved = true;
@@ -265,7 +266,6 @@ fn improve(rows: &mut [Row], n_ranks: usize) -> u128 {
             }
         }
     }
-    rows.chunks(n_ranks).map(largest_cost).sum()
 }
 
 fn largest_cost(rows: &[Row]) -> u128 {
