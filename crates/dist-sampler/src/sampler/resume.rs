@@ -68,7 +68,8 @@ impl DistributedSampler {
     ///
     /// - [`Error::StateVersion`] for an unsupported format.
     /// - [`Error::StateMismatch`] if data set, order or seed differ from the state, or the weights
-    ///   of a mixture before its position. Later weights and the end of a mixture may differ.
+    ///   of a mixture before its position. Weights that the state alone has there are taken from it,
+    ///   so a job whose weights have changed resumes. Later weights and the end may differ.
     /// - [`Error::StateConsumed`], [`Error::RankWeights`] or [`Error::NoRankWeight`] if the state
     ///   contradicts itself.
     /// - [`Error::StateStages`] above 1,024 worlds.
@@ -83,7 +84,17 @@ impl DistributedSampler {
         }
         let rest = unread_after(last, unread.clone())?;
         let position = rest.read_end(state.len);
-        self.check_phases(&state.phases, position)?;
+        let missing = self.missing_phases(&state.phases, position);
+        if missing.is_empty() {
+            self.check_phases(&state.phases, position)?;
+        } else {
+            let mut reweighted = self.clone();
+            for phase in missing {
+                reweighted.samples.set_weights_from(phase.from, &phase.weights)?;
+            }
+            reweighted.check_phases(&state.phases, position)?;
+            self.samples = reweighted.samples;
+        }
 
         self.reorder(state.epoch);
         self.samples.continue_epoch(state.len);
@@ -262,6 +273,16 @@ impl DistributedSampler {
             &own_state.fingerprint,
         )?;
         check_equal("seed", &state.seed.as_u64(), &own_state.seed.as_u64())
+    }
+
+    /// Returns the phases of a state before `position` that follow all phases of this sampler.
+    fn missing_phases(&self, phases: &[PhaseWeights], position: u64) -> Vec<PhaseWeights> {
+        let own_phases = self.samples.phases();
+        if !phases.starts_with(&own_phases) {
+            return Vec::new();
+        }
+        let missing = phases[own_phases.len()..].iter();
+        missing.filter(|phase| phase.from < position).cloned().collect()
     }
 
     /// Checks that a mixture has the same weights before `position`, the end of the read samples.

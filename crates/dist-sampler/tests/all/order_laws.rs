@@ -314,10 +314,16 @@ fn other_mixtures_are_rejected() {
         other => panic!("{other:?}"),
     };
     let weights = "weights before its position";
-    assert_eq!(mismatch(repeated(&parts, 60)), weights);
+    assert_eq!(mismatch(repeated(&[(50, 3), (20, 1)], 60)), weights);
     assert_eq!(mismatch(phased(20, &[1, 2]).unwrap()), weights);
     assert_eq!(mismatch(phased(21, &[1, 1]).unwrap()), weights);
     assert!(mismatch(repeated(&[(20, 2), (50, 1)], 60)).contains("parts"));
+
+    // Weights that only the state has are taken from it.
+    let reweighted = phased(20, &[1, 1]).unwrap();
+    let found = resumed(repeated(&parts, 60), &state);
+    assert!(found.iter().eq(reweighted.iter().skip(30)));
+    assert_eq!(found.state(5), reweighted.state(35));
 
     // Weights behind the position and the length may differ.
     let longer = mixture(
