@@ -122,6 +122,9 @@ pub enum Error {
         /// Most batches of a rank.
         most: u64,
     },
+    /// The epoch of a loader is not set, so there are no batches.
+    #[error("the epoch is not set: call `set_epoch` before each epoch")]
+    NoEpoch,
     /// A sample cannot be read.
     #[error("failed to read sample {index}")]
     Sample {

@@ -198,6 +198,7 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
         Ok(DataLoader {
             plan,
             epoch: None,
+            is_reported: false,
             n_taken: 0,
             n_started: 0,
             pending: VecDeque::new(),
@@ -244,6 +245,12 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
                 let what = "the list of lengths";
                 return Err(Error::LengthMismatch { what, found, expected: n_samples });
             }
+        }
+        let mixture = self.sampler.as_ref().filter(|sampler| sampler.part_of(0).is_some());
+        if let Some(found) = mixture.map(DistributedSampler::data_set_len)
+            && found != n_samples
+        {
+            return Err(Error::LengthMismatch { what: "the mixture", found, expected: n_samples });
         }
         match (&self.sampler, self.placement) {
             (Some(sampler), None) => Ok(sampler.clone()),

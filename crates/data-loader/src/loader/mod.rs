@@ -31,8 +31,8 @@ use crate::{
 
 /// An iterator over the batches of an epoch, which workers make ahead of time.
 ///
-/// Call [`set_epoch`](Self::set_epoch) at the start of each epoch: before the first one there are no
-/// batches. A sample that cannot be read or a batch that cannot be made is an error in place of its
+/// Call [`set_epoch`](Self::set_epoch) at the start of each epoch: before the first one, the only item is
+/// [`Error::NoEpoch`]. A sample that cannot be read or a batch that cannot be made is an error in place of its
 /// batch, and the next batch follows. A panic of a reader is raised in the thread that takes the
 /// batch. Dropping the loader ends its threads, each after the sample that it reads.
 ///
@@ -71,6 +71,8 @@ use crate::{
 pub struct DataLoader<T> {
     plan: Box<dyn BatchPlan>,
     epoch: Option<Epoch>,
+    /// Whether [`Error::NoEpoch`] was returned.
+    is_reported: bool,
     /// Number of batches that were returned since the position of the plan.
     n_taken: u64,
     /// Number of batches that were started since the position of the plan.
@@ -303,7 +305,10 @@ impl<T> DataLoader<T> {
     }
 
     fn n_remaining(&self) -> u64 {
-        self.epoch.map_or(0, |_| self.plan.n_batches().saturating_sub(self.n_taken))
+        match self.epoch {
+            None => u64::from(!self.is_reported),
+            Some(_) => self.plan.n_batches().saturating_sub(self.n_taken),
+        }
     }
 }
 
@@ -312,7 +317,13 @@ impl<T: Send + 'static> Iterator for DataLoader<T> {
 
     /// Returns the next batch of the epoch.
     fn next(&mut self) -> Option<Result<T>> {
-        let epoch = self.epoch.filter(|_| self.n_remaining() > 0)?;
+        if self.n_remaining() == 0 {
+            return None;
+        }
+        let Some(epoch) = self.epoch else {
+            self.is_reported = true;
+            return Some(Err(Error::NoEpoch));
+        };
         Some(self.make_next(epoch).and_then(|made| self.count_skipped(made)))
     }
 

@@ -14,7 +14,9 @@ use core_types::{Epoch, Placement, Seed};
 use data_loader::{
     BoxError, DataLoader, Dataset, Error, LoaderBuilder, OnError, SampleBatch, concat,
 };
-use dist_sampler::{DistributedSampler, Order, Partition, SamplerConfig, Tail};
+use dist_sampler::{
+    DistributedSampler, MixtureEnd, MixturePart, Order, Partition, SamplerConfig, Tail,
+};
 use dyn_batch::{BatchConfig, DynamicBatchStrategy};
 
 type Batches = Vec<Vec<u64>>;
@@ -93,10 +95,24 @@ fn late_first_batches_keep_their_place() {
 }
 
 #[test]
+fn mixtures_of_other_lengths_are_rejected() {
+    let end = MixtureEnd::Repeat { len: 20 };
+    for (lens, is_right) in [([30, 20], true), ([30, 10], false), ([30, 21], false)] {
+        let parts = lens.map(|len| MixturePart::new(len, 1));
+        let config = SamplerConfig::default();
+        let mixture = DistributedSampler::mixture(&parts, end, Placement::SINGLE, config).unwrap();
+        let loader = numbers(50).batch_size(2).sampler(mixture).collate(items);
+        assert_eq!(loader.is_ok(), is_right, "{lens:?}");
+        assert!(matches!(loader, Ok(_) | Err(Error::LengthMismatch { expected: 50, .. })));
+    }
+}
+
+#[test]
 fn epochs_have_different_orders() {
     let mut loader =
         numbers(50).batch_size(8).shuffle(Seed::new(1)).num_workers(2).collate(items).unwrap();
-    assert!(loader.next().is_none(), "before the first epoch");
+    assert!(matches!(loader.next(), Some(Err(Error::NoEpoch))), "before the first epoch");
+    assert!(loader.next().is_none());
     assert_eq!(loader.epoch(), None);
     let mut epoch = |n| {
         loader.set_epoch(Epoch::new(n)).unwrap();

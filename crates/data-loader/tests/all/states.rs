@@ -193,7 +193,7 @@ fn state_before_the_first_epoch() {
     loader.set_epoch(Epoch::new(3)).unwrap();
     loader.next().unwrap().unwrap();
     loader.load_state_dict(&state).unwrap();
-    assert!(loader.next().is_none() && loader.epoch().is_none());
+    assert!(matches!(loader.next(), Some(Err(Error::NoEpoch))) && loader.epoch().is_none());
     loader.set_epoch(Epoch::new(3)).unwrap();
     assert_eq!(loader.count(), 20);
 }
