@@ -445,6 +445,23 @@ mod tests {
         }
     }
 
+    /// Otherwise a kill would leave new weights with the config of old ones.
+    #[test]
+    fn files_beside_are_gone_before_weights_change() {
+        let folder = tempfile::tempdir().unwrap();
+        let mesh = DeviceMesh::cpu(1).unwrap();
+        let config = folder.path().join("config.json");
+        fs::write(&config, "old").unwrap();
+        let files_beside = [("config.json".to_owned(), b"new".to_vec())].into();
+        let files = ModelFolder::new(&mesh, folder.path()).with_files(&files_beside);
+        let published = files.publish_beside(|| {
+            assert!(!config.exists());
+            Ok(())
+        });
+        published.unwrap();
+        assert_eq!(fs::read_to_string(&config).unwrap(), "new");
+    }
+
     #[test]
     fn every_parameter_is_requested_despite_errors() {
         let folder = tempfile::tempdir().unwrap();

@@ -80,7 +80,9 @@ mod tests {
         let path = || "step-0000000004".into();
         let run = Error::RunMismatch { path: path(), found: "a".into(), expected: "b".into() };
         let version = Error::FormatVersion { path: path(), found: 2, supported: 1 };
-        for error in [run, version, Error::Renamed { path: path(), step: 4 }] {
+        let cause = serde_json::from_str::<u8>("\"text\"").unwrap_err();
+        let other_type = Error::Json { path: path(), cause };
+        for error in [run, version, other_type, Error::Renamed { path: path(), step: 4 }] {
             assert_eq!(Severity::from_error(&error), Severity::Other);
         }
     }

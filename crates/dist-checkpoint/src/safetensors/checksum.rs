@@ -108,6 +108,14 @@ mod tests {
     }
 
     #[test]
+    fn keys_name_files_of_the_same_folder() {
+        assert_eq!(file_of_key(&file_key("config.json")), Some("config.json"));
+        for key in ["crc32", "crc32/", "crc32/..", "crc32/../a", "crc32/a\\b", "crc32:a"] {
+            assert_eq!(file_of_key(key), None, "{key}");
+        }
+    }
+
+    #[test]
     fn digits_round_trip() {
         let checksums = [Checksum(0), Checksum(0xcafe), Checksum(u32::MAX)];
         assert_eq!(parse_digits(&to_digits(&checksums), 2 * BLOCK + 1), Some(checksums.to_vec()));

@@ -300,3 +300,24 @@ pub(crate) fn header_bytes(json: &[u8], path: &Path) -> Result<Vec<u8>> {
     SafetensorsHeader::parse(&bytes).map_err(|cause| Error::header(path, cause))?;
     Ok(bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn headers_without_their_checksum_are_rejected() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.safetensors");
+        for (metadata, is_valid) in [(r#"{"format":"pt"}"#, true), (r#"{"crc32:a":""}"#, false)] {
+            let tensor = r#"{"dtype":"F32","shape":[0],"data_offsets":[0,0]}"#;
+            let json = format!(r#"{{"__metadata__":{metadata},"a":{tensor}}}"#);
+            fs::write(&path, header_bytes(json.as_bytes(), &path).unwrap()).unwrap();
+            let found = header(&path);
+            assert_eq!(found.is_ok(), is_valid, "{metadata}");
+            assert!(matches!(found, Ok(_) | Err(Error::NoChecksum { .. })), "{metadata}");
+        }
+    }
+}

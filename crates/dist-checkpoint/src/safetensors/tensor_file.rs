@@ -440,6 +440,23 @@ mod tests {
     }
 
     #[test]
+    fn only_announced_tensors_are_written() {
+        let announced = [TensorInfo { name: "a".to_owned(), shape: vec![2], dtype: DType::F32 }];
+        let create = || {
+            let out = Cursor::new(Vec::new());
+            TensorFile::create(out, "a", &announced, BTreeMap::new()).unwrap()
+        };
+        for (len, dtype, is_announced) in
+            [(2, DType::F32, true), (2, DType::U32, false), (3, DType::F32, false)]
+        {
+            let tensor = Tensor::zeros(len, dtype, &Device::Cpu).unwrap();
+            assert_eq!(create().write(&tensor).is_ok(), is_announced, "{len} of {dtype:?}");
+        }
+        let counted = create().finish();
+        assert!(matches!(counted, Err(Error::TensorCount { found: 0, expected: 1, .. })));
+    }
+
+    #[test]
     fn blocks_are_independent_of_write_sizes() {
         let len = 3 * BLOCK + 5;
         let info = TensorInfo { name: "a".to_owned(), shape: vec![len], dtype: DType::U8 };

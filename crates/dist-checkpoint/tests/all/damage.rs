@@ -13,7 +13,7 @@ use dist_checkpoint::{Checkpoint, Checkpoints, Error, FilePart, StateDict, Tenso
 use pmap_mesh::DeviceMesh;
 use tempfile::TempDir;
 
-use super::run::{Run, bits};
+use super::run::{Run, bits, saved};
 
 const N_CASES: u64 = 500;
 const OLDER: u64 = 4;
@@ -409,4 +409,20 @@ fn unreadable_checkpoint_is_not_skipped() {
     fs::remove_file(&index).unwrap();
     fs::write(&index, original).unwrap();
     assert_eq!(checkpoints.latest().unwrap().unwrap().step(), NEWER);
+}
+
+#[test]
+fn failed_meshes_end_the_search() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = Run::cpu(1);
+    for step in [1, 2] {
+        saved(folder.path(), &run, step);
+    }
+    let mut n_loaded = 0;
+    let found = Checkpoints::new(folder.path()).load_latest(&run.mesh, |_| {
+        n_loaded += 1;
+        Err::<(), _>(DeviceMesh::cpu(0).unwrap_err())
+    });
+    assert!(matches!(found, Err(Error::Mesh(_))));
+    assert_eq!(n_loaded, 1, "no other checkpoint was tried");
 }

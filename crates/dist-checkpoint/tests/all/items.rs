@@ -159,3 +159,11 @@ fn trainer_state_round_trips() {
     let text = std::fs::read_to_string(newest.path().join("index.json")).unwrap();
     assert!(text.contains("\n  \"trainer\": [\n    {\n      \"rate\": ["), "{text}");
 }
+
+#[test]
+fn pieces_join_in_any_order_of_slots() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = save(folder.path(), 5, &[(3, floats(3..5)), (0, floats(0..3))]);
+    let found = checkpoint.items(TensorKey::model("a", 0), 5).unwrap();
+    assert_eq!(found.to_vec1::<f32>().unwrap(), [0., 1., 2., 3., 4.]);
+}
