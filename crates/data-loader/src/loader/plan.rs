@@ -228,9 +228,9 @@ impl BatchPlan for DynamicPlan {
             return Err(kind_mismatch(FIXED, DYNAMIC));
         };
         if weights.is_some() {
-            let expected = "unset if batches are planned by lengths, which read the order out of \
-                sequence: set them for the next epoch";
-            return Err(Error::setting("the weights", "set", expected));
+            let expected =
+                "unset for batches planned by lengths, which take weights only with an epoch";
+            return Err(Error::setting("`weights`", "set", expected));
         }
         let mut order = self.order.clone();
         order.set_epoch(state.epoch);
