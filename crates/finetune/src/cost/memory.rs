@@ -435,6 +435,45 @@ mod tests {
     }
 
     #[test]
+    fn accumulated_gradients_are_kept() {
+        let parameters = &model(SMALL).parameters().unwrap();
+        let gradients = |accumulates| {
+            let work = Workload { accumulates, ..replicated(parameters, &[]) };
+            work.predict().unwrap().terms[2].1
+        };
+        let all = parameters.iter().map(ParameterInfo::bytes).sum::<u64>();
+        assert_eq!((gradients(false), gradients(true)), (3 * all, 5 * all));
+    }
+
+    #[test]
+    fn gradients_take_the_place_of_a_block_of_logits() {
+        let steps = [vec![Batch::from_indices(0..2, |_| 1000).unwrap()]];
+        let work = replicated(&[], &steps);
+        let work = Workload { sizes: ModelSizes { vocabulary: 1 << 14, ..work.sizes }, ..work };
+        let block = 8 << 20;
+        assert_eq!(work.logits_bytes(0), 2 * 2 * block);
+        assert_eq!(work.logits_bytes(block), 3 * block);
+        assert_eq!(work.logits_bytes(9 * block), 2 * block);
+    }
+
+    /// Returns the work of two devices with the whole model.
+    fn replicated<'a>(parameters: &'a [ParameterInfo], steps: &'a [Vec<Batch>]) -> Workload<'a> {
+        Workload {
+            sizes: model(SMALL).sizes(),
+            precision: Precision::F32,
+            parameters,
+            sharding: None,
+            steps,
+            is_packed: false,
+            accumulates: false,
+            check: false,
+            world_size: 2,
+            ranks: (0, 2),
+            base_bytes: 0,
+        }
+    }
+
+    #[test]
     fn largest_process_may_be_any() {
         let whole_tensors = Sharding { strategy: Strategy::WholeTensor, ..Sharding::default() };
         let parameters = &model(SMALL).parameters().unwrap();

@@ -610,6 +610,46 @@ pub(crate) mod tests {
         )
     }
 
+    #[test]
+    fn only_the_written_model_completes_a_run() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("run");
+        let mut run = RunFolder::create(&path, &spec()).unwrap();
+        let is_complete = |run: &RunFolder| is_complete(&path, &run.spec).unwrap();
+        assert!(!is_complete(&run), "there is no model");
+        let partial = folder_beside(&path.join(MODEL_FOLDER)).unwrap();
+        fs::write(partial.path().join("weights"), "w").unwrap();
+        run.save(partial).unwrap();
+        let steps = run.spec.steps;
+        fs::write(path.join(METRICS), lines(0..steps - 1)).unwrap();
+        assert!(!is_complete(&run), "a step is missing");
+        fs::write(path.join(METRICS), lines(0..steps)).unwrap();
+        assert!(is_complete(&run));
+        fs::write(path.join(MODEL_FOLDER).join("weights"), "x").unwrap();
+        assert!(!is_complete(&run), "the model was changed");
+    }
+
+    #[test]
+    fn checkpoints_count_as_a_run() {
+        let run = tempfile::tempdir().unwrap();
+        fs::create_dir(run.path().join(CHECKPOINTS)).unwrap();
+        assert!(contents(run.path()).unwrap().is_empty());
+        fs::create_dir(run.path().join(CHECKPOINTS).join("step-0000000004")).unwrap();
+        assert_eq!(contents(run.path()).unwrap(), [CHECKPOINTS]);
+    }
+
+    #[test]
+    fn validations_after_the_checkpoint_are_dropped() {
+        let parent = tempfile::tempdir().unwrap();
+        let run = parent.path().join("run");
+        RunFolder::create(&run, &spec()).unwrap();
+        fs::write(run.join(METRICS), lines(0..6)).unwrap();
+        let point = |step| format!("{{\"step\":{step},\"loss\":1.5,\"predictions\":2.0}}\n");
+        fs::write(run.join(validations::FILE), point(4) + &point(6)).unwrap();
+        RunFolder::resume(&run, &spec(), 4).unwrap();
+        assert_eq!(fs::read_to_string(run.join(validations::FILE)).unwrap(), point(4));
+    }
+
     fn is_rejected(path: &Path) -> bool {
         check_empty(path).is_err()
     }

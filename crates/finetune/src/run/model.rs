@@ -51,3 +51,18 @@ fn finished_product(path: &Path, spec: &Spec) -> Result<PathBuf> {
     }
     Err(RunError::NotEnded { path: path.into(), product }.into())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::tests::spec;
+
+    #[test]
+    fn runs_without_a_model_are_not_finished() {
+        let run = tempfile::tempdir().unwrap();
+        assert!(finished_product(run.path(), &spec()).is_err());
+        let product = product_of(run.path(), &spec());
+        std::fs::create_dir(&product).unwrap();
+        assert_eq!(finished_product(run.path(), &spec()).unwrap(), product);
+    }
+}

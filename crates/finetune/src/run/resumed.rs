@@ -30,3 +30,24 @@ impl ResumePoint {
         Ok(Some(Self { batches: checkpoint.state()?, checkpoint }))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use dist_checkpoint::StateDict;
+    use pmap_mesh::DeviceMesh;
+
+    use super::*;
+
+    #[test]
+    fn checkpoints_of_later_steps_are_rejected() {
+        let folder = tempfile::tempdir().unwrap();
+        let mesh = DeviceMesh::cpu(1).unwrap();
+        let checkpoints = Checkpoints::new(folder.path());
+        assert!(ResumePoint::latest(&checkpoints, 8).unwrap().is_none());
+        checkpoints.save(&mesh, 9, &StateDict::new(&mesh, BTreeMap::new()), &()).unwrap();
+        let error = ResumePoint::latest(&checkpoints, 8).unwrap_err();
+        assert!(error.to_string().contains("step 9"), "{error}");
+    }
+}

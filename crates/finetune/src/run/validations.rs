@@ -131,5 +131,6 @@ mod tests {
         assert_eq!(read.iter().filter(|found| found.loss.is_nan()).count(), 2);
         assert_eq!(best_validation(&read), Some(found(6, 3.)));
         assert_eq!(best_validation(&read[..2]), None);
+        assert_eq!(best_validation(&[found(4, f64::INFINITY)]), None);
     }
 }
