@@ -178,18 +178,18 @@ impl Workload<'_> {
         let copies = if self.accumulates { 2 } else { 1 };
         let gradients = trained * (devices * copies * item + single);
         let temporaries = devices * largest * item;
-        let activations = devices * self.max_tokens() * self.computed_bytes(self.sizes.layers);
+        let layers = self.sizes.layers;
         let mut terms = vec![
             ("gradients of each device, and their sum", gradients),
             ("optimizer state", trained * 2 * single),
             ("gradient temporaries", temporaries),
-            ("activations", activations),
+            ("activations", devices * self.max_tokens() * self.computed_bytes(layers)),
             ("logits", self.logits_bytes(gradients + temporaries)),
         ];
         // A parameter is copied before training. Only a frozen one may take more than training does.
-        let copied = self.parameters.iter().map(f32_bytes).fold(0, u128::max);
-        let trained_bytes = terms.iter().map(|(_, bytes)| bytes).sum();
-        let excess = copied.saturating_sub(trained_bytes);
+        let largest_copy = self.parameters.iter().map(f32_bytes).fold(0, u128::max);
+        let while_training = terms.iter().map(|(_, bytes)| bytes).sum();
+        let excess = largest_copy.saturating_sub(while_training);
         terms.extend((excess > 0).then_some(("a copy while loading", excess)));
         terms.insert(0, ("parameters", all));
         terms
