@@ -5,7 +5,7 @@
 Each command is one argument, and prints `… LEAST / MEDIAN ms …, MEMORY MiB` as our benches and the scripts here do. Prints a
 row for each command and allocator: the least step of all rounds, the median of the rounds' least steps, and the memory of
 all rounds. The last row of a peer names the allocator with the least memory of those whose steps take at most 1.1 times as
-long as with its fastest one. Skips allocators that are not installed.
+long as with its fastest one. Skips allocators that are not installed, and ignores a `LD_PRELOAD` of the caller.
 """
 
 import ctypes.util
@@ -28,7 +28,9 @@ def allocators():
 
 def measure(command, library):
     """Returns the least time of a step in milliseconds, and the memory in MiB."""
-    environment = os.environ | ({"LD_PRELOAD": library} if library else {})
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    if library:
+        environment["LD_PRELOAD"] = library
     done = subprocess.run(shlex.split(command), capture_output=True, text=True, env=environment)
     if done.returncode:
         sys.exit(f"{command} failed:\n{done.stderr}")
@@ -46,6 +48,8 @@ def show(name, measured):
 
 
 def main():
+    if "--" not in sys.argv[2:]:
+        sys.exit(__doc__)
     rounds = int(sys.argv[1])
     cut = sys.argv.index("--")
     ours, peers = sys.argv[2:cut], sys.argv[cut + 1 :]

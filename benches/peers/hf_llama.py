@@ -53,8 +53,9 @@ def tokens(rows, length, vocabulary):
 
 def main():
     folder = sys.argv[1]
-    lora = "lora" in sys.argv
-    numbers = [int(number) for number in sys.argv[2:] if number.isdigit()]
+    words = sys.argv[2:]
+    lora, compiled = "lora" in words, "compile" in words
+    numbers = [int(word) for word in words if word not in ("lora", "compile")]
     threads, rows, length, steps = numbers + [2, 8, 256, 24][len(numbers):]
     torch.set_num_threads(threads)
     if lora:
@@ -66,7 +67,7 @@ def main():
     if lora:
         layers = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
         model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=layers))
-    if "compile" in sys.argv:
+    if compiled:
         model.compile()
     model.train()
     ids = tokens(rows, length, model.config.vocab_size)
@@ -88,7 +89,7 @@ def main():
     median = times[len(times) // 2]
     losses = [round(losses[index], 6) for index in (0, 1, -1)]
     print(
-        f"{'peft' if lora else 'transformers'} on {threads}: {times[0] * 1e3:.1f} / {median * 1e3:.1f} ms, "
+        f"{'compiled ' if compiled else ''}{'peft' if lora else 'transformers'} on {threads}: {times[0] * 1e3:.1f} / {median * 1e3:.1f} ms, "
         f"{rows * length / median:.0f} tokens/s, {processor * 1e3:.0f} ms of processor, "
         f"{peak_mib()} MiB ({imported} after imports), losses {losses}",
     )
