@@ -89,9 +89,7 @@ impl DistributedSampler {
             self.check_phases(&state.phases, position)?;
         } else {
             let mut reweighted = self.clone();
-            for phase in missing {
-                reweighted.samples.set_weights_from(phase.from, &phase.weights)?;
-            }
+            reweighted.set_phases(&missing)?;
             reweighted.check_phases(&state.phases, position)?;
             self.samples = reweighted.samples;
         }
@@ -139,9 +137,7 @@ impl DistributedSampler {
     /// ```
     pub fn resume_with_weights(&mut self, state: &SamplerState, weights: &[u64]) -> Result<()> {
         let mut resumed = self.clone();
-        for phase in &state.phases {
-            resumed.samples.set_weights_from(phase.from, &phase.weights)?;
-        }
+        resumed.set_phases(&state.phases)?;
         resumed.resume(state)?;
         let position = resumed.rest().read_end(resumed.len);
         *self = resumed.with_weights_from(position, weights)?;
@@ -283,6 +279,11 @@ impl DistributedSampler {
         }
         let missing = phases[own_phases.len()..].iter();
         missing.filter(|phase| phase.from < position).cloned().collect()
+    }
+
+    fn set_phases(&mut self, phases: &[PhaseWeights]) -> Result<()> {
+        let mut phases = phases.iter();
+        phases.try_for_each(|phase| self.samples.set_weights_from(phase.from, &phase.weights))
     }
 
     /// Checks that a mixture has the same weights before `position`, the end of the read samples.
