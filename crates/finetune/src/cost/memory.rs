@@ -24,9 +24,10 @@ pub struct MemoryPrediction {
 }
 
 impl MemoryPrediction {
-    /// The largest known error, in percent of the prediction, rounded up.
-    /// `predicted_memory_bounds_the_peak` in the tests of the command line measures it with random
-    /// models.
+    /// The error that limits allow for, in percent of the prediction. It is known to be larger once: of 180
+    /// random dry runs of up to four layers (two cores of an AMD EPYC), the peaks were 0.61 to 1.23 of
+    /// the prediction, but for a model of 3 MiB whose peak was 75 to 99 MiB from run to run, 1.54 at
+    /// most. `predicted_memory_bounds_the_peak` in the tests of the command line measures it.
     const LARGEST_ERROR_PERCENT: u64 = 25;
 
     /// Returns the sum of all terms.
@@ -180,18 +181,18 @@ impl Workload<'_> {
         let temporaries = devices * largest * item;
         let layers = self.sizes.layers;
         let mut terms = vec![
+            ("parameters", all),
             ("gradients of each device, and their sum", gradients),
             ("optimizer state", trained * 2 * single),
             ("gradient temporaries", temporaries),
             ("activations", devices * self.max_tokens() * self.computed_bytes(layers)),
             ("logits", self.logits_bytes(gradients + temporaries)),
         ];
-        // A parameter is copied before training. Only a frozen one may take more than training does.
+        // Loading copies one parameter after the other. Training takes more, unless they are frozen.
         let largest_copy = self.parameters.iter().map(f32_bytes).fold(0, u128::max);
-        let while_training = terms.iter().map(|(_, bytes)| bytes).sum();
+        let while_training = terms[1..].iter().map(|(_, bytes)| bytes).sum();
         let excess = largest_copy.saturating_sub(while_training);
         terms.extend((excess > 0).then_some(("a copy while loading", excess)));
-        terms.insert(0, ("parameters", all));
         terms
     }
 
@@ -291,11 +292,8 @@ impl Workload<'_> {
         self.n_devices() * pair_bytes * max_pairs
     }
 
-    /// Returns the bytes that kernels and the allocator retain. Kernels of half precision pack blocks of
-    /// rows in single precision.
-    ///
-    /// Fitted to random dry runs of up to four layers on two cores. Of 180, the peaks were 0.61 to 1.23 of
-    /// the prediction, but for one of 1.54: a model of 3 MiB, whose peak was 99 or 75 MiB from run to run.
+    /// Returns the bytes that kernels and the allocator retain, fitted to random dry runs. Kernels of half
+    /// precision pack blocks of rows in single precision.
     fn retained_bytes(&self) -> u128 {
         const PER_PROCESS: u128 = 8 << 20;
         const PER_DEVICE: u128 = 4 << 20;

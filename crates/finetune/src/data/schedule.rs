@@ -397,7 +397,7 @@ fn remix(order: &DistributedSampler, n_parts: usize, read: &[u64]) -> Result<Vec
             }
             _ => true,
         });
-        rest.push(next.expect("a part alone is as long as all turns, read and left"));
+        rest.push(next.expect("the order of a part alone has as many turns as the epoch"));
     }
     Ok(rest)
 }

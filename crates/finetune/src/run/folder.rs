@@ -644,10 +644,14 @@ pub(crate) mod tests {
         let run = parent.path().join("run");
         RunFolder::create(&run, &spec()).unwrap();
         fs::write(run.join(METRICS), lines(0..6)).unwrap();
-        let point = |step| format!("{{\"step\":{step},\"loss\":1.5,\"predictions\":2.0}}\n");
         fs::write(run.join(validations::FILE), point(4) + &point(6)).unwrap();
         RunFolder::resume(&run, &spec(), 4).unwrap();
         assert_eq!(fs::read_to_string(run.join(validations::FILE)).unwrap(), point(4));
+    }
+
+    /// Returns the validation line of a step.
+    fn point(step: u64) -> String {
+        format!("{{\"step\":{step},\"loss\":1.5,\"predictions\":2.0}}\n")
     }
 
     fn is_rejected(path: &Path) -> bool {
@@ -722,7 +726,6 @@ pub(crate) mod tests {
         for (trained, kept) in [(4, 4), (8, 8), (2, 8), (8, 8)] {
             fs::create_dir(run.join(BEST)).unwrap();
             fs::write(run.join(BEST).join("step"), trained.to_string()).unwrap();
-            let point = |step| format!("{{\"step\":{step},\"loss\":1.5,\"predictions\":2.0}}\n");
             fs::write(run.join(validations::FILE), point(trained)).unwrap();
             fs::write(run.join(METRICS), lines(0..trained)).unwrap();
             RunFolder::resume(&run, &spec(), 0).unwrap();

@@ -225,7 +225,7 @@ impl Spec {
         // Without a limit, a global batch may need one micro-batch that has most of its tokens.
         let share = self.max_tokens / accumulate.unwrap_or(1);
         let bucketed = Batching::bucketed(self.max_tokens);
-        let is_grid = accumulate.or(limit).is_some();
+        let is_grid = accumulate.is_some() || limit.is_some();
         match (rows, batch_size) {
             (Rows::Padded, None) if !is_grid => bucketed,
             (Rows::Padded, None) => Batching {
@@ -541,7 +541,7 @@ pub(crate) mod tests {
     }
 
     fn padded_tokens(batches: &[Batch]) -> u64 {
-        batches.iter().map(|batch| batch.rows * batch.padded_length).sum()
+        batches.iter().map(Batch::padded_tokens).sum()
     }
 
     #[test]
