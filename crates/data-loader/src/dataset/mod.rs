@@ -54,8 +54,9 @@ pub trait Dataset: Send + Sync {
 
     /// Reads a sample; `seed` determines its random changes in this epoch.
     ///
-    /// Loaders call this method. Only data sets with random changes implement it: see
-    /// [`map_seeded`](Self::map_seeded).
+    /// Loaders call this method, and use the sample once [`check`](Self::check) has accepted it. Data
+    /// sets with random changes implement it: see [`map_seeded`](Self::map_seeded). A data set that
+    /// calls it on another one must also forward `check`.
     ///
     /// # Errors
     ///

@@ -163,7 +163,7 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     /// # Errors
     ///
     /// - [`Error::Setting`] for settings that are 0 or contradict each other.
-    /// - [`Error::LengthMismatch`] if the lengths are for another number of samples.
+    /// - [`Error::LengthMismatch`] if the lengths or the mixture are for another number of samples.
     /// - [`Error::NoBatches`] and [`Error::UnevenBatches`] for batches of a fixed size; planned
     ///   batches are checked at the start of an epoch.
     /// - [`Error::Sampler`], [`Error::Batch`] and [`Error::Threads`].
@@ -198,7 +198,7 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
         Ok(DataLoader {
             plan,
             epoch: None,
-            is_reported: false,
+            has_reported_no_epoch: false,
             n_taken: 0,
             n_started: 0,
             pending: VecDeque::new(),

@@ -31,10 +31,10 @@ use crate::{
 
 /// An iterator over the batches of an epoch, which workers make ahead of time.
 ///
-/// Call [`set_epoch`](Self::set_epoch) at the start of each epoch: before the first one, the only item is
-/// [`Error::NoEpoch`]. A sample that cannot be read or a batch that cannot be made is an error in place of its
-/// batch, and the next batch follows. A panic of a reader is raised in the thread that takes the
-/// batch. Dropping the loader ends its threads, each after the sample that it reads.
+/// Call [`set_epoch`](Self::set_epoch) at the start of each epoch: before the first one, the only item
+/// is [`Error::NoEpoch`]. A sample that cannot be read or a batch that cannot be made is an error in
+/// place of its batch, and the next batch follows. A panic of a reader is raised in the thread that
+/// takes the batch. Dropping the loader ends its threads, each after the sample that it reads.
 ///
 /// # Determinism
 ///
@@ -71,8 +71,8 @@ use crate::{
 pub struct DataLoader<T> {
     plan: Box<dyn BatchPlan>,
     epoch: Option<Epoch>,
-    /// Whether [`Error::NoEpoch`] was returned.
-    is_reported: bool,
+    /// Whether [`Error::NoEpoch`] was returned, which ends the iterator.
+    has_reported_no_epoch: bool,
     /// Number of batches that were returned since the position of the plan.
     n_taken: u64,
     /// Number of batches that were started since the position of the plan.
@@ -184,6 +184,7 @@ impl<T> DataLoader<T> {
         self.cancel();
         self.is_cancelled = Arc::default();
         self.epoch = epoch;
+        self.has_reported_no_epoch = false;
         self.n_taken = 0;
         self.n_started = 0;
     }
@@ -306,7 +307,7 @@ impl<T> DataLoader<T> {
 
     fn n_remaining(&self) -> u64 {
         match self.epoch {
-            None => u64::from(!self.is_reported),
+            None => u64::from(!self.has_reported_no_epoch),
             Some(_) => self.plan.n_batches().saturating_sub(self.n_taken),
         }
     }
@@ -321,7 +322,7 @@ impl<T: Send + 'static> Iterator for DataLoader<T> {
             return None;
         }
         let Some(epoch) = self.epoch else {
-            self.is_reported = true;
+            self.has_reported_no_epoch = true;
             return Some(Err(Error::NoEpoch));
         };
         Some(self.make_next(epoch).and_then(|made| self.count_skipped(made)))

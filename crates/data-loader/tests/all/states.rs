@@ -194,6 +194,9 @@ fn state_before_the_first_epoch() {
     loader.next().unwrap().unwrap();
     loader.load_state_dict(&state).unwrap();
     assert!(matches!(loader.next(), Some(Err(Error::NoEpoch))) && loader.epoch().is_none());
+    assert!(loader.next().is_none());
+    loader.load_state_dict(&state).unwrap();
+    assert!(matches!(loader.next(), Some(Err(Error::NoEpoch))), "after each state");
     loader.set_epoch(Epoch::new(3)).unwrap();
     assert_eq!(loader.count(), 20);
 }
