@@ -11,10 +11,11 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use core_types::Epoch;
+use core_types::{Epoch, Seed};
 use data_loader::{
     BoxError, DataLoader, Dataset, Error, IndexPlace, JsonlDataset, NpyDataset, NpyDtype, NpyFault,
-    NpyHeader, SampleBatch, TextConfig, TextDataset, TextUnit, TokenDataset, TokenType, concat,
+    NpyHeader, OnError, SampleBatch, ShardSource, ShardedDataset, TextConfig, TextDataset,
+    TextUnit, TokenDataset, TokenType, concat,
 };
 use dyn_batch::SequenceLengths;
 use proptest::prelude::*;
@@ -301,6 +302,8 @@ fn changed_files_are_errors() {
     let folder = TempDir::new().unwrap();
     let path = write(&folder, "a.txt", "one\ntwo\nthree\n");
     check_change(&path, &TextDataset::open(&path).unwrap());
+    let path = write(&folder, "mapped.txt", "one\ntwo\nthree\n");
+    check_change(&path, &TextDataset::open(&path).unwrap().map(Ok));
     let path = write(&folder, "a.jsonl", "1\n2\n3\n");
     check_change(&path, &JsonlDataset::<u32>::open(&path).unwrap());
     let path = write(&folder, "a.npy", npy(NpyDtype::for_element::<u8>(), &[4, 1], &[1, 2, 3, 4]));
@@ -351,6 +354,53 @@ fn files_that_change_within_a_batch_are_errors() {
         let path = write(&folder, "a.jsonl", "1\n2\n3\n4\n");
         check_change_in_batch(&path, times, |path| JsonlDataset::<u32>::open(path).unwrap());
     }
+}
+
+/// A text as the only shard.
+struct OneShard(PathBuf);
+
+impl ShardSource for OneShard {
+    type Shard = TextDataset;
+
+    fn shard_lens(&self) -> Vec<u64> {
+        vec![2]
+    }
+
+    fn open(&self, _: usize) -> Result<TextDataset, BoxError> {
+        Ok(TextDataset::open(&self.0)?)
+    }
+}
+
+#[test]
+fn changed_shards_are_errors_before_they_are_closed() {
+    let folder = TempDir::new().unwrap();
+    let path = write(&folder, "a.txt", "one\ntwo\n");
+    let sharded = ShardedDataset::new(OneShard(path.clone()), 1).unwrap();
+    assert_eq!(sharded.read_seeded(0, Seed::default()).unwrap(), "one");
+    fs::write(&path, "six\nsix\nsix\n").unwrap();
+    let error = error_of(sharded.read_seeded(1, Seed::default()));
+    assert!(matches!(error, Error::FileChanged { .. }), "{error}");
+}
+
+/// A sample that cannot be read, in a batch that is read again because its file has changed.
+#[test]
+fn skipped_samples_count_once() {
+    let folder = TempDir::new().unwrap();
+    let path = write(&folder, "a.jsonl", "1\n2\n3\n4\n");
+    let written = path.clone();
+    let faulty = JsonlDataset::<u32>::open(&path).unwrap().map(move |n| match n {
+        3 => Err("a fault".into()),
+        n => {
+            fs::write(&written, "5\n")?;
+            Ok(n)
+        }
+    });
+    let loader = DataLoader::builder(faulty).batch_size(4);
+    let loader = loader.on_error(OnError::Skip { at_most: 9 });
+    let mut loader = loader.collate(|samples: SampleBatch<_>| Ok(samples.items)).unwrap();
+    loader.set_epoch(Epoch::ZERO).unwrap();
+    assert!(matches!(loader.next(), Some(Err(Error::EmptyBatch { .. }))));
+    assert_eq!(loader.skipped().count, 4);
 }
 
 fn npy(dtype: NpyDtype, shape: &[u64], data: &[u8]) -> Vec<u8> {
