@@ -27,13 +27,11 @@ pub fn concat<D: Dataset>(datasets: impl IntoIterator<Item = D>) -> ConcatDatase
 /// Returns the end of each range of these lengths. A sum beyond 64 bits saturates, and samplers
 /// reject it as a length.
 pub(crate) fn ends_of(lens: impl IntoIterator<Item = u64>) -> Vec<u64> {
-    let mut ends = Vec::new();
-    let mut end = 0_u64;
-    for len in lens {
-        end = end.saturating_add(len);
-        ends.push(end);
-    }
-    ends
+    let ends = lens.into_iter().scan(0_u64, |end, len| {
+        *end = end.saturating_add(len);
+        Some(*end)
+    });
+    ends.collect()
 }
 
 /// Concatenated data sets, from [`concat()`].

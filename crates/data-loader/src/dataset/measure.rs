@@ -1,8 +1,8 @@
 //! Lengths of samples that must be read to be known.
 
-use std::{panic::resume_unwind, thread};
+use std::{ops::Range, panic::resume_unwind, thread};
 
-use core_types::{Placement, WorldSize, split};
+use core_types::{WorldSize, split};
 
 use crate::{
     dataset::Dataset,
@@ -34,30 +34,27 @@ pub fn measure<D: Dataset>(
 ) -> Result<Vec<u32>> {
     let threads = WorldSize::new(threads as u64)
         .map_err(|_| Error::setting("the number of threads", &threads, "at least 1"))?;
-    let measure_range = |placement: Placement| {
-        let range = split::balanced(dataset.len(), placement);
-        range.map(|index| measure_sample(dataset, index, &length)).collect::<Result<Vec<u32>>>()
-    };
-    let measure_range = &measure_range;
-    let parts: Vec<_> = thread::scope(|scope| {
-        let mut handles = Vec::new();
-        for placement in threads.placements() {
-            handles.push(scope.spawn(move || measure_range(placement)));
-        }
-        handles.into_iter().map(thread::ScopedJoinHandle::join).collect()
+    let parts: Result<Vec<_>> = thread::scope(|scope| {
+        let length = &length;
+        let parts = threads.placements().map(|placement| {
+            let part = split::balanced(dataset.len(), placement);
+            scope.spawn(move || measure_part(dataset, part, length))
+        });
+        let parts: Vec<_> = parts.collect();
+        parts.into_iter().map(|part| part.join().unwrap_or_else(|e| resume_unwind(e))).collect()
     });
-    let mut lengths = Vec::new();
-    for part in parts {
-        lengths.extend(part.unwrap_or_else(|panic| resume_unwind(panic))?);
-    }
-    Ok(lengths)
+    Ok(parts?.concat())
 }
 
-fn measure_sample<D: Dataset>(
+fn measure_part<D: Dataset>(
     dataset: &D,
-    index: u64,
+    part: Range<u64>,
     length: impl Fn(&D::Item) -> u64,
-) -> Result<u32> {
-    let sample = dataset.read(index).map_err(|source| Error::Sample { index, source })?;
-    u32::try_from(length(&sample)).map_err(|source| Error::Sample { index, source: source.into() })
+) -> Result<Vec<u32>> {
+    part.map(|index| {
+        let sample = dataset.read(index).map_err(|source| Error::Sample { index, source })?;
+        let length = u32::try_from(length(&sample));
+        length.map_err(|source| Error::Sample { index, source: source.into() })
+    })
+    .collect()
 }

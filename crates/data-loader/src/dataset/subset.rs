@@ -1,6 +1,6 @@
 //! Some samples of a data set, and random splits.
 
-use std::sync::Arc;
+use std::{iter, sync::Arc};
 
 use core_types::{Fingerprint, Seed, shuffle};
 
@@ -83,15 +83,13 @@ pub(crate) fn random_split<D: Dataset>(
         draw_below(seed.derive(n_drawn), n)
     });
     let dataset = Arc::new(dataset);
-    let mut start = 0;
-    let mut subsets = Vec::with_capacity(ends.len());
-    for end in ends {
+    let starts = iter::once(0).chain(ends.iter().copied());
+    let parts = starts.zip(&ends).map(|(start, &end)| {
         let mut part = indices[start..end].to_vec();
         part.sort_unstable();
-        subsets.push(Arc::clone(&dataset).subset(part));
-        start = end;
-    }
-    Ok(subsets)
+        Arc::clone(&dataset).subset(part)
+    });
+    Ok(parts.collect())
 }
 
 /// Returns a number below `n`: the upper half of a product, with a bias below n / 2^64.

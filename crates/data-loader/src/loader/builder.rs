@@ -30,15 +30,10 @@ pub struct LoaderBuilder<D> {
     placement: Option<Placement>,
     drops_last: bool,
     is_uneven: bool,
-    workers: WorkerSettings,
-    on_error: OnError,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct WorkerSettings {
     n_workers: usize,
     prefetch_factor: usize,
-    pub(crate) timeout: Option<Duration>,
+    timeout: Option<Duration>,
+    on_error: OnError,
 }
 
 /// Random streams of the loader's seed: the order of samples, the order of planned batches, and
@@ -61,7 +56,9 @@ impl DataLoader<()> {
             placement: None,
             drops_last: false,
             is_uneven: false,
-            workers: WorkerSettings { n_workers: 0, prefetch_factor: 2, timeout: None },
+            n_workers: 0,
+            prefetch_factor: 2,
+            timeout: None,
             on_error: OnError::Stop,
         }
     }
@@ -117,15 +114,13 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     /// default, the thread that takes a batch makes it.
     ///
     /// Threads are worth their cost if a sample takes more than some 10 µs.
-    pub fn num_workers(mut self, n_workers: usize) -> Self {
-        self.workers.n_workers = n_workers;
-        self
+    pub fn num_workers(self, n_workers: usize) -> Self {
+        Self { n_workers, ..self }
     }
 
     /// Sets the number of batches per worker that are ready or in progress; 2 by default.
-    pub fn prefetch_factor(mut self, n_batches: usize) -> Self {
-        self.workers.prefetch_factor = n_batches;
-        self
+    pub fn prefetch_factor(self, n_batches: usize) -> Self {
+        Self { prefetch_factor: n_batches, ..self }
     }
 
     /// Sets whether the last samples of an epoch are dropped if they do not fill a batch; `false`
@@ -143,9 +138,8 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     ///
     /// A late batch is [`Error::Timeout`], and the next batch follows as usual. Dropping the loader
     /// also waits at most this long for its threads, and detaches a thread that hangs.
-    pub fn timeout(mut self, limit: Duration) -> Self {
-        self.workers.timeout = Some(limit);
-        self
+    pub fn timeout(self, limit: Duration) -> Self {
+        Self { timeout: Some(limit), ..self }
     }
 
     /// Allows ranks to have different numbers of batches, for an evaluation without collectives.
@@ -177,7 +171,9 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
         let sampler = self.make_sampler()?;
         let sample_seed = self.seed.unwrap_or(sampler.config().seed).derive(SAMPLE_STREAM);
         let fingerprint = self.dataset.fingerprint();
-        let Self { dataset, on_error, workers, batches, step_config, seed, .. } = self;
+        let depth = self.n_workers.saturating_mul(self.prefetch_factor);
+        let timeout = self.timeout.unwrap_or(Duration::MAX);
+        let Self { dataset, on_error, batches, step_config, seed, .. } = self;
         let plan: Box<dyn BatchPlan> = match batches {
             None => {
                 let batch_size = self.batch_size.unwrap_or(1);
@@ -191,10 +187,6 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
                 Box::new(DynamicPlan::new(sampler, lengths, config, step_config)?)
             }
         };
-        let pool = match workers.n_workers {
-            0 => None,
-            n_workers => Some(WorkerPool::start(n_workers, workers.timeout)?),
-        };
         Ok(DataLoader {
             plan,
             epoch: None,
@@ -204,8 +196,9 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
             pending: VecDeque::new(),
             is_cancelled: Arc::default(),
             make: Arc::new(move |job| make_batch(&dataset, on_error, &f, job)),
-            pool,
-            workers,
+            pool: WorkerPool::start(self.n_workers, timeout)?,
+            depth,
+            timeout,
             on_error,
             skipped: SkippedSamples::default(),
             seed: sample_seed,
@@ -215,19 +208,19 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
 
     /// Checks settings that need nothing else.
     fn check(&self) -> Result<()> {
-        let WorkerSettings { n_workers, prefetch_factor, timeout } = self.workers;
         let is_planned = self.batches.is_some();
         let one = "at least 1";
         let no_lengths = "unset if batches are planned by lengths";
+        let is_impatient = self.timeout.is_some() && self.n_workers == 0;
         let has_two_orders = self.sampler.is_some() && self.seed.is_some();
         for (is_invalid, name, expected) in [
             (self.batch_size == Some(0), "the batch size", one),
-            (n_workers > 0 && prefetch_factor == 0, "the prefetch factor", one),
+            (self.n_workers > 0 && self.prefetch_factor == 0, "the prefetch factor", one),
             (is_planned && self.batch_size.is_some(), "the batch size", no_lengths),
             (is_planned && self.drops_last, "`drop_last`", no_lengths),
             (!is_planned && self.step_config.is_some(), "`steps`", "unset without `batches`"),
             (has_two_orders, "`shuffle`", "unset if there is a sampler"),
-            (timeout.is_some() && n_workers == 0, "`timeout`", "unset without workers"),
+            (is_impatient, "`timeout`", "unset without workers"),
         ] {
             if is_invalid {
                 let value = if expected == one { "0" } else { "set" };
@@ -239,18 +232,13 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
 
     fn make_sampler(&self) -> Result<DistributedSampler> {
         let n_samples = self.dataset.len();
-        if let Some((_, lengths)) = &self.batches {
-            let found = lengths.count();
-            if found != n_samples {
-                let what = "the list of lengths";
+        let lengths = self.batches.as_ref().map(|(_, lengths)| lengths.count());
+        let mixture = self.sampler.as_ref().filter(|sampler| sampler.part_of(0).is_some());
+        let mixture = mixture.map(DistributedSampler::data_set_len);
+        for (what, found) in [("the list of lengths", lengths), ("the mixture", mixture)] {
+            if let Some(found) = found.filter(|&found| found != n_samples) {
                 return Err(Error::LengthMismatch { what, found, expected: n_samples });
             }
-        }
-        let mixture = self.sampler.as_ref().filter(|sampler| sampler.part_of(0).is_some());
-        if let Some(found) = mixture.map(DistributedSampler::data_set_len)
-            && found != n_samples
-        {
-            return Err(Error::LengthMismatch { what: "the mixture", found, expected: n_samples });
         }
         match (&self.sampler, self.placement) {
             (Some(sampler), None) => Ok(sampler.clone()),
@@ -272,15 +260,8 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     }
 }
 
-impl WorkerSettings {
-    /// Returns the maximum number of batches that are ready or in progress.
-    pub(crate) fn depth(self) -> usize {
-        self.n_workers.saturating_mul(self.prefetch_factor)
-    }
-}
-
 impl<D> fmt::Debug for LoaderBuilder<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LoaderBuilder").field("workers", &self.workers).finish_non_exhaustive()
+        f.debug_struct("LoaderBuilder").field("n_workers", &self.n_workers).finish_non_exhaustive()
     }
 }

@@ -13,6 +13,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
+    time::Duration,
 };
 
 use core_types::{Epoch, Seed};
@@ -20,7 +21,6 @@ use core_types::{Epoch, Seed};
 use crate::{
     error::{Error, Result},
     loader::{
-        builder::WorkerSettings,
         fetch::{BatchJob, JobProgress, MadeBatch, MakeBatch},
         plan::BatchPlan,
         skipped::{OnError, SkippedSamples},
@@ -84,7 +84,9 @@ pub struct DataLoader<T> {
     make: Arc<MakeBatch<T>>,
     /// Worker threads; `None` if `next` makes the batches.
     pool: Option<WorkerPool>,
-    workers: WorkerSettings,
+    /// Maximum number of batches that are ready or in progress.
+    depth: usize,
+    timeout: Duration,
     on_error: OnError,
     skipped: SkippedSamples,
     /// Seed of the random changes of samples.
@@ -111,8 +113,7 @@ impl<T: Send + 'static> DataLoader<T> {
 
     /// Starts batches until enough are pending or all of the epoch are.
     fn start_batches(&mut self, epoch: Epoch) {
-        let depth = self.workers.depth();
-        while self.pending.len() < depth && self.n_started < self.plan.n_batches() {
+        while self.pending.len() < self.depth && self.n_started < self.plan.n_batches() {
             let job = self.next_job(epoch);
             let Some(pool) = &self.pool else { break };
             let (number, progress) = (job.planned.number, Arc::clone(&job.progress));
@@ -135,12 +136,11 @@ impl<T: Send + 'static> DataLoader<T> {
         let next = self.pending.pop_front().expect("a batch is pending");
         // Refills the queue, so that the workers stay busy while the batch is used.
         self.start_batches(epoch);
-        let limit = self.workers.timeout;
-        next.result.wait(limit).ok_or_else(|| Error::Timeout {
+        next.result.wait(self.timeout).ok_or_else(|| Error::Timeout {
             epoch: epoch.as_u64(),
             batch: next.number,
             at: next.progress.describe(),
-            limit: limit.unwrap_or_default(),
+            limit: self.timeout,
         })
     }
 
@@ -277,15 +277,14 @@ impl<T> DataLoader<T> {
                 supported: LoaderState::VERSION,
             });
         }
-        match (state.fingerprint, self.fingerprint) {
-            (Some(found), Some(expected)) if found != expected => {
-                return Err(Error::StateMismatch {
-                    what: "a data set with fingerprint",
-                    state: format!("{found:016x}"),
-                    loader: format!("{expected:016x}"),
-                });
-            }
-            _ => {}
+        let fingerprints = state.fingerprint.zip(self.fingerprint);
+        if let Some((found, expected)) = fingerprints.filter(|(found, expected)| found != expected)
+        {
+            return Err(Error::StateMismatch {
+                what: "a data set with fingerprint",
+                state: format!("{found:016x}"),
+                loader: format!("{expected:016x}"),
+            });
         }
         if state.position != LoaderPosition::Start {
             self.plan.resume(&state.position, weights)?;

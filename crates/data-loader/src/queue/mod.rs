@@ -5,7 +5,7 @@
 
 pub(crate) mod pool;
 
-use std::{collections::VecDeque, iter::Fuse, sync::Arc};
+use std::{collections::VecDeque, iter::Fuse, sync::Arc, time::Duration};
 
 use crate::{
     error::{Error, Result},
@@ -72,13 +72,12 @@ impl<I: Iterator> PrefetchBuilder<I> {
     {
         let Self { items, threads, depth } = self;
         let depth = depth.unwrap_or(threads.saturating_mul(2));
-        if threads == 0 {
-            return Ok(PrefetchIter::new(items, f, None, 0));
-        }
-        if depth == 0 {
+        if threads > 0 && depth == 0 {
             return Err(Error::setting("the number of prefetched results", &depth, "at least 1"));
         }
-        Ok(PrefetchIter::new(items, f, Some(WorkerPool::start(threads, None)?), depth))
+        let pool = WorkerPool::start(threads, Duration::MAX)?;
+        let (items, f, pending) = (items.fuse(), Arc::new(f), VecDeque::new());
+        Ok(PrefetchIter { items, f, pool, depth, pending })
     }
 }
 
@@ -96,12 +95,6 @@ pub struct PrefetchIter<I: Iterator, F, T> {
     depth: usize,
     /// Results that are ready or in progress, in order.
     pending: VecDeque<PendingResult<T>>,
-}
-
-impl<I: Iterator, F, T> PrefetchIter<I, F, T> {
-    fn new(items: I, f: F, pool: Option<WorkerPool>, depth: usize) -> Self {
-        Self { items: items.fuse(), f: Arc::new(f), pool, depth, pending: VecDeque::new() }
-    }
 }
 
 impl<I, F, T> Iterator for PrefetchIter<I, F, T>
@@ -125,7 +118,7 @@ where
         // Refills the queue before waiting, so that the threads stay busy while the result is used.
         self.pending.extend(self.items.next().map(start));
         #[expect(clippy::expect_used, reason = "jobs are dropped only with this iterator")]
-        Some(next.wait(None).expect("each job sends its result"))
+        Some(next.wait(Duration::MAX).expect("each job sends its result"))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {

@@ -22,10 +22,11 @@ type Job = Box<dyn FnOnce() + Send>;
 pub(crate) struct WorkerPool {
     shared: Arc<SharedQueue>,
     threads: Vec<JoinHandle<()>>,
-    /// Time to wait for a thread that hangs in its job; no limit by default.
-    patience: Option<Duration>,
+    /// Maximum time to wait for a thread that hangs in its job.
+    patience: Duration,
 }
 
+#[derive(Default)]
 struct SharedQueue {
     queue: Mutex<JobQueue>,
     /// Wakes workers after a job was added or the queue was closed.
@@ -34,6 +35,7 @@ struct SharedQueue {
     ended: Condvar,
 }
 
+#[derive(Default)]
 struct JobQueue {
     jobs: VecDeque<Job>,
     is_closed: bool,
@@ -41,15 +43,13 @@ struct JobQueue {
 }
 
 impl WorkerPool {
-    pub(crate) fn start(threads: usize, patience: Option<Duration>) -> Result<Self> {
-        let queue = JobQueue { jobs: VecDeque::new(), is_closed: false, n_threads: 0 };
-        let (changed, ended) = (Condvar::new(), Condvar::new());
-        let shared = Arc::new(SharedQueue { queue: Mutex::new(queue), changed, ended });
-        let mut pool = Self { shared, threads: Vec::new(), patience };
+    /// Starts threads, or returns `None` if there are none: the caller does the work.
+    pub(crate) fn start(threads: usize, patience: Duration) -> Result<Option<Self>> {
+        let mut pool = Self { shared: Arc::default(), threads: Vec::new(), patience };
         for number in 0..threads {
             pool.start_thread(number).map_err(|source| Error::Threads { threads, source })?;
         }
-        Ok(pool)
+        Ok((threads > 0).then_some(pool))
     }
 
     fn start_thread(&mut self, number: usize) -> io::Result<()> {
@@ -84,24 +84,18 @@ impl WorkerPool {
         // Dropping may run code of the user, so it happens without the lock.
         drop(jobs);
     }
-
-    /// Waits until all threads have ended, or as long as they may hang.
-    fn wait(&self) {
-        let queue = self.shared.lock();
-        let is_running = |queue: &mut JobQueue| queue.n_threads > 0;
-        match self.patience {
-            Some(patience) => {
-                drop(self.shared.ended.wait_timeout_while(queue, patience, is_running));
-            }
-            None => drop(self.shared.ended.wait_while(queue, is_running)),
-        }
-    }
 }
 
 impl SharedQueue {
     fn lock(&self) -> MutexGuard<'_, JobQueue> {
         // No code of users runs under this lock, so the queue is consistent after a panic.
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until all threads have ended, or returns false at the limit.
+    fn wait_for_end(&self, limit: Duration) -> bool {
+        let ended = self.ended.wait_timeout_while(self.lock(), limit, |queue| queue.n_threads > 0);
+        ended.unwrap_or_else(PoisonError::into_inner).0.n_threads == 0
     }
 
     fn work(&self) {
@@ -127,8 +121,7 @@ impl Drop for WorkerPool {
         self.shared.lock().is_closed = true;
         self.clear();
         self.shared.changed.notify_all();
-        self.wait();
-        let is_complete = self.shared.lock().n_threads == 0;
+        let is_complete = self.shared.wait_for_end(self.patience);
         for thread in self.threads.drain(..) {
             // A thread that hangs is left behind; it ends when its job does.
             if is_complete || thread.is_finished() {
@@ -153,16 +146,12 @@ pub(crate) struct PendingResult<T> {
 impl<T> PendingResult<T> {
     /// Waits for the result, and raises a panic of the job in this thread. Returns `None` if it is
     /// not ready in time.
-    pub(crate) fn wait(&self, limit: Option<Duration>) -> Option<T> {
-        let received = match limit {
-            None => self.receiver.recv().map_err(RecvTimeoutError::from),
-            Some(limit) => self.receiver.recv_timeout(limit),
-        };
-        if matches!(received, Err(RecvTimeoutError::Timeout)) {
-            return None;
-        }
+    pub(crate) fn wait(&self, limit: Duration) -> Option<T> {
         #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
-        let result = received.expect("a job sends its result or its panic");
+        let result = match self.receiver.recv_timeout(limit) {
+            Err(RecvTimeoutError::Timeout) => return None,
+            received => received.expect("a job sends its result or its panic"),
+        };
         Some(result.unwrap_or_else(|panic| resume_unwind(panic)))
     }
 }

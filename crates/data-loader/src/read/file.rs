@@ -2,7 +2,7 @@
 
 use std::{
     fs::{File, Metadata},
-    io::{self, ErrorKind},
+    io::{self, ErrorKind, Read},
     ops::Range,
     path::{Path, PathBuf},
     time::UNIX_EPOCH,
@@ -75,7 +75,7 @@ impl DataFile {
         let n_bytes = usize::try_from(n_bytes)
             .map_err(|_| Error::io(&self.path)(ErrorKind::OutOfMemory.into()))?;
         let mut bytes = vec![0; n_bytes];
-        read_exact_at(&self.file, &mut bytes, range.start).map_err(Error::io(&self.path))?;
+        self.reader_at(range.start).read_exact(&mut bytes).map_err(Error::io(&self.path))?;
         Ok(bytes)
     }
 
@@ -117,7 +117,7 @@ pub(crate) struct FileReader<'a> {
     pub(crate) position: u64,
 }
 
-impl io::Read for FileReader<'_> {
+impl Read for FileReader<'_> {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         let n_read = read_at(self.file, bytes, self.position)?;
         self.position += n_read as u64;
@@ -131,19 +131,4 @@ fn read_at(file: &File, bytes: &mut [u8], position: u64) -> io::Result<usize> {
     return std::os::unix::fs::FileExt::read_at(file, bytes, position);
     #[cfg(windows)]
     return std::os::windows::fs::FileExt::seek_read(file, bytes, position);
-}
-
-fn read_exact_at(file: &File, mut bytes: &mut [u8], mut position: u64) -> io::Result<()> {
-    while !bytes.is_empty() {
-        match read_at(file, bytes, position) {
-            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-            Ok(n_read) => {
-                bytes = &mut bytes[n_read..];
-                position += n_read as u64;
-            }
-            Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
 }

@@ -112,7 +112,8 @@ impl LineIndex {
             return Ok(kept);
         }
         let index = Self::build(text, rule)?;
-        index.keep(text, rule, &path, edge_hash)?;
+        let header = encode_header(text, rule, edge_hash, index.n_samples);
+        index.keep(&header, &path).map_err(Error::io(path))?;
         Ok(index)
     }
 
@@ -139,12 +140,7 @@ impl LineIndex {
     }
 
     /// Writes the index to a file, which is complete when it has its name.
-    fn keep(&self, text: &DataFile, rule: SplitRule, path: &Path, edge_hash: u64) -> Result<()> {
-        let header = encode_header(text, rule, edge_hash, self.n_samples);
-        self.write(&header, path).map_err(Error::io(path))
-    }
-
-    fn write(&self, header: &[u8], path: &Path) -> io::Result<()> {
+    fn keep(&self, header: &[u8], path: &Path) -> io::Result<()> {
         let header_checksum = crc32fast::hash(header);
         let mut file = AtomicFile::new(path)?;
         file.write_all(header)?;
@@ -399,7 +395,7 @@ mod tests {
         let built = builder.finish(text.len());
         let path = folder.path().join("index");
         let edge_hash = text.edge_hash().unwrap();
-        built.keep(&text, LINES, &path, edge_hash).unwrap();
+        built.keep(&encode_header(&text, LINES, edge_hash, built.len()), &path).unwrap();
         let kept = LineIndex::open_kept(&text, LINES, &path, edge_hash).unwrap();
         assert!(path.metadata().unwrap().len() < 9000 * 42 / 10);
         for index in [&built, &kept] {

@@ -6,6 +6,7 @@ pub(crate) mod jsonl;
 pub(crate) mod line_index;
 pub(crate) mod npy;
 pub(crate) mod open_cache;
+pub(crate) mod rows;
 pub(crate) mod sharded;
 pub(crate) mod split_text;
 pub(crate) mod text;

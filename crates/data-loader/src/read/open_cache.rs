@@ -1,34 +1,28 @@
 //! A limited number of open files or shards.
 
 use std::{
-    collections::BTreeMap,
+    collections::VecDeque,
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 /// Open resources by number; the least recently used one is closed for another.
 ///
-/// There are two kinds of locks. The lock of the map is held for a look-up only. The lock of an
+/// There are two kinds of locks. The lock of all entries is held for a look-up only. The lock of an
 /// entry is held while one thread opens it, and other threads that need it wait. No thread locks
-/// an entry while it holds the lock of the map.
+/// an entry while it holds the lock of all.
 pub(crate) struct OpenCache<T> {
     capacity: usize,
-    entries: Mutex<CacheEntries<T>>,
+    /// Ordered by their last use.
+    entries: Mutex<VecDeque<CacheEntry<T>>>,
 }
 
-/// A resource, or `None` until it is open.
-type CacheSlot<T> = Arc<Mutex<Option<Arc<T>>>>;
-
-struct CacheEntries<T> {
-    slots: BTreeMap<u64, (u64, CacheSlot<T>)>,
-    /// Number of look-ups, the time of the last use of an entry.
-    n_lookups: u64,
-}
+/// The number of a resource and the resource, or `None` until it is open.
+type CacheEntry<T> = (u64, Arc<Mutex<Option<Arc<T>>>>);
 
 impl<T> OpenCache<T> {
     pub(crate) fn new(capacity: usize) -> Self {
-        let entries = CacheEntries { slots: BTreeMap::new(), n_lookups: 0 };
-        Self { capacity: capacity.max(1), entries: Mutex::new(entries) }
+        Self { capacity, entries: Mutex::default() }
     }
 
     /// Returns a resource, which `open` opens if necessary.
@@ -37,8 +31,8 @@ impl<T> OpenCache<T> {
         key: u64,
         open: impl FnOnce() -> Result<T, E>,
     ) -> Result<Arc<T>, E> {
-        let slot = self.slot(key);
-        let mut resource = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        let (_, resource) = self.entry(key);
+        let mut resource = resource.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(resource) = &*resource {
             return Ok(Arc::clone(resource));
         }
@@ -47,34 +41,25 @@ impl<T> OpenCache<T> {
 
     /// Returns true if the resource is open, or a thread is opening it.
     pub(crate) fn contains(&self, key: u64) -> bool {
-        self.lock().slots.contains_key(&key)
+        self.lock().iter().any(|entry| entry.0 == key)
     }
 
-    fn lock(&self) -> MutexGuard<'_, CacheEntries<T>> {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<CacheEntry<T>>> {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the slot of a resource, which is now the most recently used one.
-    fn slot(&self, key: u64) -> CacheSlot<T> {
+    /// Returns the entry of a resource, which is now the most recently used one.
+    fn entry(&self, key: u64) -> CacheEntry<T> {
         let mut entries = self.lock();
-        entries.n_lookups += 1;
-        let now = entries.n_lookups;
-        if let Some((last_use, slot)) = entries.slots.get_mut(&key) {
-            *last_use = now;
-            return Arc::clone(slot);
-        }
-        let oldest = if entries.slots.len() < self.capacity {
-            None
-        } else {
-            entries.slots.iter().min_by_key(|(_, (last_use, _))| *last_use).map(|(&key, _)| key)
-        };
-        let removed = oldest.and_then(|key| entries.slots.remove(&key));
-        let slot = CacheSlot::default();
-        entries.slots.insert(key, (now, Arc::clone(&slot)));
+        let position = entries.iter().rposition(|entry| entry.0 == key);
+        let known = position.and_then(|position| entries.remove(position));
+        let entry = known.unwrap_or_else(|| (key, Arc::default()));
+        entries.push_back(entry.clone());
+        let removed = if entries.len() > self.capacity { entries.pop_front() } else { None };
         drop(entries);
         // Closing may take long, so it happens without the lock.
         drop(removed);
-        slot
+        entry
     }
 }
 

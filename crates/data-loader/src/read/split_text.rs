@@ -2,6 +2,8 @@
 
 use std::io::{self, BufRead, BufReader, ErrorKind};
 
+use memchr::{memchr, memchr_iter};
+
 use crate::{
     error::{Error, Result},
     read::file::DataFile,
@@ -70,12 +72,6 @@ struct LineFacts {
     is_blank: bool,
 }
 
-impl LineFacts {
-    fn is_empty(self) -> bool {
-        self.n_bytes == self.n_end_bytes
-    }
-}
-
 /// Reads a line, without keeping its bytes. Returns `None` at the end of the file.
 fn next_line(source: &mut impl BufRead) -> io::Result<Option<LineFacts>> {
     let mut line = LineFacts { is_blank: true, ..LineFacts::default() };
@@ -89,7 +85,7 @@ fn next_line(source: &mut impl BufRead) -> io::Result<Option<LineFacts>> {
         if bytes.is_empty() {
             return Ok((line.n_bytes > 0).then_some(line));
         }
-        let end = find_newline(bytes);
+        let end = memchr(b'\n', bytes);
         let text = &bytes[..end.unwrap_or(bytes.len())];
         line.is_blank = line.is_blank && text.iter().all(u8::is_ascii_whitespace);
         last_byte = text.last().copied().or(last_byte);
@@ -103,25 +99,9 @@ fn next_line(source: &mut impl BufRead) -> io::Result<Option<LineFacts>> {
     }
 }
 
-/// Returns the position of the first line feed.
-///
-/// The chunks are compared without a branch per byte, so the compiler uses vectors.
-fn find_newline(bytes: &[u8]) -> Option<usize> {
-    const CHUNK_BYTES: usize = 64;
-    let is_newline = |&byte: &u8| byte == b'\n';
-    for (n, chunk) in bytes.chunks(CHUNK_BYTES).enumerate() {
-        if chunk.iter().fold(false, |found, byte| found | is_newline(byte)) {
-            let position = chunk.iter().position(is_newline)?;
-            return Some(n * CHUNK_BYTES + position);
-        }
-    }
-    None
-}
-
 /// Returns the number of line feeds.
-#[expect(clippy::naive_bytecount, reason = "only errors and cut texts need it")]
 pub(crate) fn count_newlines(bytes: &[u8]) -> u64 {
-    bytes.iter().filter(|&&byte| byte == b'\n').count() as u64
+    memchr_iter(b'\n', bytes).count() as u64
 }
 
 /// A sample with an end that is not known yet.
@@ -147,8 +127,9 @@ struct Splitter<'a, F> {
 impl<F: FnMut(SampleEnd) -> Result<()>> Splitter<'_, F> {
     fn add_line(&mut self, line: &LineFacts) -> Result<()> {
         let start = self.position;
+        let is_empty = line.n_bytes == line.n_end_bytes;
         // The first empty line ends a paragraph.
-        if self.rule.unit == TextUnit::Paragraph && line.is_empty() {
+        if self.rule.unit == TextUnit::Paragraph && is_empty {
             self.close()?;
         } else {
             let n_lines = self.n_lines;
@@ -221,18 +202,6 @@ pub(crate) const MIN_SAMPLE_BYTES: u64 = 8;
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn newline_is_found_anywhere() {
-        for len in 0..200 {
-            let mut bytes = vec![b'a'; len];
-            assert_eq!(find_newline(&bytes), None);
-            for at in (0..len).rev() {
-                bytes[at] = b'\n';
-                assert_eq!(find_newline(&bytes), Some(at));
-            }
-        }
-    }
 
     #[test]
     fn boundaries_keep_characters_whole() {

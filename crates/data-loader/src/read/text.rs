@@ -99,16 +99,11 @@ impl TextConfig {
 /// ```
 #[derive(Clone, Debug)]
 pub struct TextDataset {
-    files: Arc<TextFiles>,
-}
-
-#[derive(Debug)]
-struct TextFiles {
     unit: TextUnit,
-    texts: Vec<IndexedText>,
+    texts: Arc<[IndexedText]>,
     /// End of the samples of each file.
-    ends: Vec<u64>,
-    open_files: OpenCache<DataFile>,
+    ends: Arc<[u64]>,
+    open_files: Arc<OpenCache<DataFile>>,
 }
 
 /// Systems allow at least 256 open files in a process.
@@ -143,10 +138,46 @@ impl TextDataset {
             SplitRule { unit: config.unit, skips_blank_lines: false, max_bytes: config.max_bytes };
         let files = list_files(path)?;
         let texts = files.iter().map(|file| IndexedText::open(file, rule, &config.index));
-        let texts = texts.collect::<Result<Vec<_>>>()?;
-        let ends = ends_of(texts.iter().map(|text| text.index.len()));
-        let open_files = OpenCache::new(MAX_OPEN_FILES);
-        Ok(Self { files: Arc::new(TextFiles { unit: config.unit, texts, ends, open_files }) })
+        let texts = texts.collect::<Result<Arc<[_]>>>()?;
+        let ends = ends_of(texts.iter().map(|text| text.index.len())).into();
+        let open_files = Arc::new(OpenCache::new(MAX_OPEN_FILES));
+        Ok(Self { unit: config.unit, texts, ends, open_files })
+    }
+
+    /// Reads a sample, for callers that check later that its file is unchanged.
+    fn read_unchecked(&self, index: u64) -> Result<String> {
+        let (number, index) = locate(&self.ends, index)?;
+        let text = &self.texts[number];
+        let file = self.file(number)?;
+        let sample = text.read_unchecked(&file, index)?;
+        match std::str::from_utf8(&sample.bytes) {
+            Ok(text) => Ok(self.clean(text)),
+            Err(fault) => Err(text.invalid_line(&file, &sample, fault)),
+        }
+    }
+
+    /// Returns a file, which has not changed if it was closed.
+    fn file(&self, number: usize) -> Result<Arc<DataFile>> {
+        self.open_files.get(number as u64, || self.texts[number].reopen())
+    }
+
+    /// Removes separators and converts line ends.
+    fn clean(&self, text: &str) -> String {
+        match self.unit {
+            TextUnit::Line => {
+                let line = text.strip_suffix('\n');
+                line.map_or(text, |line| line.strip_suffix('\r').unwrap_or(line)).to_owned()
+            }
+            TextUnit::Paragraph => {
+                let text = text.replace("\r\n", "\n");
+                // Skipped paragraphs of white space may come before. A piece may be blank itself.
+                let text = text.trim_end_matches('\n');
+                let nonblank = text.split("\n\n").find(|text| !is_blank(text));
+                let paragraph = nonblank.or_else(|| text.rsplit("\n\n").next()).unwrap_or(text);
+                paragraph.trim_matches('\n').to_owned()
+            }
+            TextUnit::Document => text.replace("\r\n", "\n"),
+        }
     }
 }
 
@@ -174,44 +205,6 @@ fn list_files(path: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-impl TextFiles {
-    /// Reads a sample, for callers that check later that its file is unchanged.
-    fn read_unchecked(&self, index: u64) -> Result<String> {
-        let (number, index) = locate(&self.ends, index)?;
-        let text = &self.texts[number];
-        let file = self.open(number)?;
-        let sample = text.read_unchecked(&file, index)?;
-        match std::str::from_utf8(&sample.bytes) {
-            Ok(text) => Ok(self.clean(text)),
-            Err(fault) => Err(text.invalid_line(&file, &sample, fault)),
-        }
-    }
-
-    /// Returns a file, which has not changed if it was closed.
-    fn open(&self, number: usize) -> Result<Arc<DataFile>> {
-        self.open_files.get(number as u64, || self.texts[number].reopen())
-    }
-
-    /// Removes separators and converts line ends.
-    fn clean(&self, text: &str) -> String {
-        match self.unit {
-            TextUnit::Line => {
-                let line = text.strip_suffix('\n');
-                line.map_or(text, |line| line.strip_suffix('\r').unwrap_or(line)).to_owned()
-            }
-            TextUnit::Paragraph => {
-                let text = text.replace("\r\n", "\n");
-                // Skipped paragraphs of white space may come before. A piece may be blank itself.
-                let text = text.trim_end_matches('\n');
-                let nonblank = text.split("\n\n").find(|text| !is_blank(text));
-                let paragraph = nonblank.or_else(|| text.rsplit("\n\n").next()).unwrap_or(text);
-                paragraph.trim_matches('\n').to_owned()
-            }
-            TextUnit::Document => text.replace("\r\n", "\n"),
-        }
-    }
-}
-
 fn is_blank(text: &str) -> bool {
     text.bytes().all(|byte| byte.is_ascii_whitespace())
 }
@@ -220,7 +213,7 @@ impl Dataset for TextDataset {
     type Item = String;
 
     fn len(&self) -> u64 {
-        self.files.ends.last().copied().unwrap_or(0)
+        self.ends.last().copied().unwrap_or(0)
     }
 
     fn read(&self, index: u64) -> Result<String, BoxError> {
@@ -229,20 +222,20 @@ impl Dataset for TextDataset {
     }
 
     fn read_seeded(&self, index: u64, _: Seed) -> Result<String, BoxError> {
-        Ok(self.files.read_unchecked(index)?)
+        Ok(self.read_unchecked(index)?)
     }
 
     fn check(&self, indices: &[u64]) -> Result<(), BoxError> {
-        let located = indices.iter().filter_map(|&index| locate(&self.files.ends, index).ok());
+        let located = indices.iter().filter_map(|&index| locate(&self.ends, index).ok());
         let numbers: BTreeSet<usize> = located.map(|(number, _)| number).collect();
         for number in numbers {
-            self.files.open(number)?.check_unchanged()?;
+            self.file(number)?.check_unchanged()?;
         }
         Ok(())
     }
 
     fn fingerprint(&self) -> Option<u64> {
-        let identities = self.files.texts.iter().flat_map(IndexedText::identity);
+        let identities = self.texts.iter().flat_map(IndexedText::identity);
         Some(identities.collect::<Fingerprint>().finish())
     }
 }
@@ -253,8 +246,8 @@ impl SequenceLengths for TextDataset {
     }
 
     fn length(&self, index: u64) -> Option<u64> {
-        let (number, index) = locate(&self.files.ends, index).ok()?;
-        let place = self.files.texts[number].index.place(index).ok()?;
+        let (number, index) = locate(&self.ends, index).ok()?;
+        let place = self.texts[number].index.place(index).ok()?;
         Some(place.bytes.end - place.bytes.start)
     }
 }

@@ -2,12 +2,10 @@
 
 use std::path::Path;
 
-use core_types::Fingerprint;
-
 use crate::{
     dataset::Dataset,
     error::{BoxError, Error, Result},
-    read::file::DataFile,
+    read::{file::DataFile, rows::FileRows},
 };
 
 /// The type of the tokens in a file, little-endian.
@@ -59,13 +57,8 @@ impl TokenType {
 /// ```
 #[derive(Debug)]
 pub struct TokenDataset {
-    file: DataFile,
+    rows: FileRows,
     token_type: TokenType,
-    /// Position of the first token.
-    data_start: u64,
-    n_tokens: u64,
-    block: u64,
-    stride: u64,
 }
 
 const LITGPT_MAGIC: &[u8] = b"LITPKDS";
@@ -82,9 +75,6 @@ impl TokenDataset {
     /// an incomplete token, or a header of another type or version.
     pub fn open(path: impl AsRef<Path>, token_type: TokenType, block: u64) -> Result<Self> {
         let file = DataFile::open(path.as_ref())?;
-        if block == 0 {
-            return Err(Error::setting("the block length", &block, "at least 1"));
-        }
         let fault = |fault| Error::Tokens { path: file.path.clone(), fault };
         let first_bytes = file.read(0..LITGPT_HEADER_BYTES)?;
         let data_start = header_bytes(&first_bytes, token_type).map_err(fault)?;
@@ -94,8 +84,8 @@ impl TokenDataset {
         if n_bytes % token_bytes != 0 {
             return Err(fault(format!("{n_bytes} bytes are no whole number of {token_type:?}")));
         }
-        let n_tokens = n_bytes / token_bytes;
-        Ok(Self { file, token_type, data_start, n_tokens, block, stride: block })
+        let rows = FileRows::new(file, data_start, n_bytes / token_bytes, token_bytes);
+        Ok(Self { rows: rows.windows(block, block)?, token_type })
     }
 
     /// Sets the distance between the starts of blocks, in tokens; the block length by default.
@@ -104,15 +94,8 @@ impl TokenDataset {
     ///
     /// [`Error::Setting`] for a stride of 0.
     pub fn stride(self, stride: u64) -> Result<Self> {
-        if stride == 0 {
-            return Err(Error::setting("the stride", &stride, "at least 1"));
-        }
-        Ok(Self { stride, ..self })
-    }
-
-    fn decode(&self, bytes: &[u8]) -> Vec<u32> {
-        let tokens = bytes.chunks_exact(self.token_type.n_bytes());
-        tokens.map(decode_token).collect()
+        let length = self.rows.length;
+        Ok(Self { rows: self.rows.windows(length, stride)?, ..self })
     }
 }
 
@@ -142,26 +125,15 @@ impl Dataset for TokenDataset {
     type Item = Vec<u32>;
 
     fn len(&self) -> u64 {
-        match self.n_tokens.checked_sub(self.block) {
-            None => 0,
-            Some(last_start) => last_start / self.stride + 1,
-        }
+        self.rows.len()
     }
 
     fn read(&self, index: u64) -> Result<Vec<u32>, BoxError> {
-        let len = self.len();
-        if index >= len {
-            return Err(Error::IndexOutOfRange { index, len }.into());
-        }
-        // All blocks are in the file, so these products are below its length.
-        let n_bytes = self.token_type.n_bytes() as u64;
-        let start = self.data_start + index * self.stride * n_bytes;
-        Ok(self.decode(&self.file.read(start..start + self.block * n_bytes)?))
+        let bytes = self.rows.read(index)?;
+        Ok(bytes.chunks_exact(self.token_type.n_bytes()).map(decode_token).collect())
     }
 
     fn fingerprint(&self) -> Option<u64> {
-        let mut fingerprint = Fingerprint::new();
-        fingerprint.extend([self.file.edge_hash().ok()?, self.block, self.stride]);
-        Some(fingerprint.finish())
+        self.rows.fingerprint()
     }
 }

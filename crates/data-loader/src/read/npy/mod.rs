@@ -5,8 +5,6 @@ pub(crate) mod header;
 
 use std::{marker::PhantomData, path::Path};
 
-use core_types::Fingerprint;
-
 use crate::{
     dataset::Dataset,
     error::{BoxError, Error, NpyFault, Result},
@@ -16,6 +14,7 @@ use crate::{
             dtype::{NpyDtype, NpyElement},
             header::NpyHeader,
         },
+        rows::FileRows,
     },
 };
 
@@ -56,21 +55,12 @@ pub struct NumberArray<T> {
 /// ```
 #[derive(Debug)]
 pub struct NpyDataset<T> {
-    file: DataFile,
+    rows: FileRows,
     dtype: NpyDtype,
-    /// Position of the first number.
-    data_start: u64,
-    n_rows: u64,
     row_shape: Vec<usize>,
-    row_bytes: u64,
-    window: Option<WindowShape>,
+    /// Whether the first dimension of a sample is the length of a window.
+    has_windows: bool,
     element: PhantomData<fn() -> T>,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct WindowShape {
-    length: u64,
-    stride: u64,
 }
 
 impl<T: NpyElement> NpyDataset<T> {
@@ -101,7 +91,7 @@ impl<T: NpyElement> NpyDataset<T> {
 
     fn dtype_mismatch(&self) -> Error {
         let (found, expected) = (self.dtype.to_string(), T::DTYPE.to_string());
-        npy_error(&self.file, NpyFault::DtypeMismatch { found, expected })
+        npy_error(&self.rows.file, NpyFault::DtypeMismatch { found, expected })
     }
 
     fn open_any(path: &Path) -> Result<Self> {
@@ -111,16 +101,9 @@ impl<T: NpyElement> NpyDataset<T> {
         let data_start = source.position;
         let (n_rows, row_shape, row_bytes) = check_shape(&header, data_start, file.len())
             .map_err(|fault| npy_error(&file, fault))?;
-        Ok(Self {
-            file,
-            dtype: header.dtype,
-            data_start,
-            n_rows,
-            row_shape,
-            row_bytes,
-            window: None,
-            element: PhantomData,
-        })
+        let rows = FileRows::new(file, data_start, n_rows, row_bytes);
+        let dtype = header.dtype;
+        Ok(Self { rows, dtype, row_shape, has_windows: false, element: PhantomData })
     }
 
     /// Makes each `length` neighboring rows a sample; samples begin `stride` rows apart.
@@ -129,12 +112,7 @@ impl<T: NpyElement> NpyDataset<T> {
     ///
     /// [`Error::Setting`] for a length or stride of 0.
     pub fn windows(self, length: u64, stride: u64) -> Result<Self> {
-        for (name, value) in [("the length of a window", length), ("the stride", stride)] {
-            if value == 0 {
-                return Err(Error::setting(name, &value, "at least 1"));
-            }
-        }
-        Ok(Self { window: Some(WindowShape { length, stride }), ..self })
+        Ok(Self { rows: self.rows.windows(length, stride)?, has_windows: true, ..self })
     }
 
     fn decode(&self, bytes: &[u8]) -> Result<Vec<T>, BoxError> {
@@ -146,7 +124,7 @@ impl<T: NpyElement> NpyDataset<T> {
             let number = self.dtype.decode(word);
             let value = T::from_number(number);
             values.push(value.ok_or_else(|| {
-                format!("{number:?} in {} is no {}", self.file.path.display(), T::DTYPE)
+                format!("{number:?} in {} is no {}", self.rows.file.path.display(), T::DTYPE)
             })?);
         }
         Ok(values)
@@ -184,35 +162,19 @@ impl<T: NpyElement> Dataset for NpyDataset<T> {
     type Item = NumberArray<T>;
 
     fn len(&self) -> u64 {
-        match self.window {
-            None => self.n_rows,
-            Some(WindowShape { length, .. }) if length > self.n_rows => 0,
-            Some(WindowShape { length, stride }) => (self.n_rows - length) / stride + 1,
-        }
+        self.rows.len()
     }
 
     fn read(&self, index: u64) -> Result<NumberArray<T>, BoxError> {
-        let len = self.len();
-        if index >= len {
-            return Err(Error::IndexOutOfRange { index, len }.into());
-        }
-        let WindowShape { length, stride } =
-            self.window.unwrap_or(WindowShape { length: 1, stride: 1 });
-        // All rows are in the file, so these products are below its length.
-        let start = self.data_start + index * stride * self.row_bytes;
-        let values = self.decode(&self.file.read(start..start + length * self.row_bytes)?)?;
+        let values = self.decode(&self.rows.read(index)?)?;
         let mut shape = self.row_shape.clone();
-        if self.window.is_some() {
-            shape.insert(0, usize::try_from(length)?);
+        if self.has_windows {
+            shape.insert(0, usize::try_from(self.rows.length)?);
         }
         Ok(NumberArray { values, shape })
     }
 
     fn fingerprint(&self) -> Option<u64> {
-        let WindowShape { length, stride } =
-            self.window.unwrap_or(WindowShape { length: 0, stride: 0 });
-        let mut fingerprint = Fingerprint::new();
-        fingerprint.extend([self.file.edge_hash().ok()?, length, stride]);
-        Some(fingerprint.finish())
+        self.rows.fingerprint()
     }
 }
