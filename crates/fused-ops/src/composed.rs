@@ -1,64 +1,81 @@
-//! The operations of this crate, composed of candle's differentiable operations.
+//! The operations of this crate, composed of candle's operations.
 //!
-//! They run on devices without kernels of this crate, and its tests compare the kernels with them.
+//! They run on devices without kernels of this crate. There the time of most operations is that of
+//! passes over memory, and candle's own backward takes many: it adds the gradient of each
+//! intermediate tensor to zeros, and keeps all of them. So larger operations have a backward of
+//! their own here, of few passes. Inputs in half precision are converted to f32 first, and a result
+//! is rounded back once: in half precision, squares would overflow and sums would lose small terms.
+//!
 //! The arguments are the same as for the functions with the same names at the root of the crate.
 //! Those functions check them.
 
-use candle_core::{D, DType, Device, Result, Tensor};
+use candle_core::{D, DType, Device, Result as CandleResult, Tensor};
+use candle_nn::ops::softmax_last_dim;
 
 use crate::{
     autograd::scalar_with_grad,
     config::{Activation, AttentionConfig},
+    custom::with_backward,
+    error::Result,
     kernels::{
         cross_entropy::RowTarget,
         dropout::{self, DropSpec},
-        rope::PairLayout,
+        norm::Norm,
     },
 };
 
-/// Applies `f`. Inputs in half precision are converted to f32 first, and the result is rounded back
-/// once: in half precision, squares would overflow and sums would lose small terms.
-fn compute_halves_in_f32<const N: usize>(
-    inputs: [&Tensor; N],
-    f: impl FnOnce([&Tensor; N]) -> Result<Tensor>,
-) -> Result<Tensor> {
-    let dtype = inputs[0].dtype();
-    if !matches!(dtype, DType::F16 | DType::BF16) {
-        return f(inputs);
+/// Converts half precision to f32.
+fn widen(x: &Tensor) -> CandleResult<Tensor> {
+    match x.dtype() {
+        DType::F16 | DType::BF16 => x.to_dtype(DType::F32),
+        _ => Ok(x.clone()),
     }
-    let mut wide = inputs.map(Tensor::clone);
-    for x in &mut wide {
-        *x = x.to_dtype(DType::F32)?;
-    }
-    f(wide.each_ref())?.to_dtype(dtype)
 }
 
-pub(crate) fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
-    compute_halves_in_f32([x, weight], |[x, weight]| {
-        rms_normalize(x, epsilon)?.broadcast_mul(weight)
-    })
-}
-
-pub(crate) fn layer_norm(
+pub(crate) fn norm(
+    form: Norm,
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
     epsilon: f64,
 ) -> Result<Tensor> {
-    let scaled = |[x, weight]: [&Tensor; 2]| {
-        let centered = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
-        rms_normalize(&centered, epsilon)?.broadcast_mul(weight)
-    };
-    match bias {
-        None => compute_halves_in_f32([x, weight], scaled),
-        Some(bias) => compute_halves_in_f32([x, weight, bias], |[x, weight, bias]| {
-            scaled([x, weight])?.broadcast_add(bias)
-        }),
+    let inputs: Vec<_> = [x, weight].into_iter().chain(bias).collect();
+    let (x, weight) = (x.detach(), weight.detach());
+    let (normalized, _) = normalize(form, &widen(&x)?, epsilon)?;
+    let mut y = normalized.broadcast_mul(&widen(&weight)?)?;
+    if let Some(bias) = bias {
+        y = y.broadcast_add(&widen(&bias.detach())?)?;
     }
+    let n_inputs = inputs.len();
+    with_backward(&inputs, &y.to_dtype(x.dtype())?, move |_, grad| {
+        let (grad, weight) = (widen(&grad)?, widen(&weight)?);
+        let (normalized, scale) = normalize(form, &widen(&x)?, epsilon)?;
+        let through = grad.broadcast_mul(&weight)?;
+        let mean_product = (&through * &normalized)?.mean_keepdim(D::Minus1)?;
+        let mut grad_x = (&through - normalized.broadcast_mul(&mean_product)?)?;
+        if let Norm::Layer = form {
+            grad_x = grad_x.broadcast_sub(&through.mean_keepdim(D::Minus1)?)?;
+        }
+        let grad_x = grad_x.broadcast_mul(&scale)?;
+        let all = [grad_x, sum_rows(&(&grad * normalized)?)?, sum_rows(&grad)?];
+        all.iter().take(n_inputs).map(|grad| grad.to_dtype(x.dtype()).map(Some)).collect()
+    })
 }
 
-fn rms_normalize(x: &Tensor, epsilon: f64) -> Result<Tensor> {
-    x.broadcast_div(&(x.sqr()?.mean_keepdim(D::Minus1)? + epsilon)?.sqrt()?)
+/// Returns `x` divided by the root of its mean square, for [`Norm::Layer`] without its mean, and the
+/// reciprocal of that root.
+fn normalize(form: Norm, x: &Tensor, epsilon: f64) -> CandleResult<(Tensor, Tensor)> {
+    let x = match form {
+        Norm::Rms => x.clone(),
+        Norm::Layer => x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?,
+    };
+    let scale = (x.sqr()?.mean_keepdim(D::Minus1)? + epsilon)?.sqrt()?.recip()?;
+    Ok((x.broadcast_mul(&scale)?, scale))
+}
+
+/// Adds up all rows of the last dimension.
+fn sum_rows(x: &Tensor) -> CandleResult<Tensor> {
+    x.reshape(((), x.dim(D::Minus1)?))?.sum(0)
 }
 
 pub(crate) fn linear(
@@ -66,10 +83,73 @@ pub(crate) fn linear(
     weight: &Tensor,
     bias: Option<&Tensor>,
     activation: Option<Activation>,
-) -> Result<Tensor> {
+) -> CandleResult<Tensor> {
     let y = x.broadcast_matmul(&weight.t()?)?;
     let y = bias.map_or(Ok(y.clone()), |bias| y.broadcast_add(bias))?;
     activation.map_or(Ok(y.clone()), |form| self::activation(&y, form))
+}
+
+pub(crate) fn activation(x: &Tensor, activation: Activation) -> CandleResult<Tensor> {
+    let dtype = x.dtype();
+    let x = widen(x)?;
+    let y = match activation {
+        Activation::Relu => x.relu(),
+        // Not `gelu_erf`: a constant in its gradient has only six digits.
+        Activation::Gelu => (&x * 0.5)? * ((&x * std::f64::consts::FRAC_1_SQRT_2)?.erf()? + 1.0)?,
+        Activation::GeluTanh => {
+            let inner = (&x + (x.powf(3.0)? * 0.044_715)?)?;
+            (&x * 0.5)? * ((inner * 0.797_884_560_802_865_4)?.tanh()? + 1.0)?
+        }
+        // Not `x / (exp(-x) + 1)`: its gradient is NaN where exp(-x) overflows.
+        Activation::Silu => x.silu(),
+    };
+    y?.to_dtype(dtype)
+}
+
+pub(crate) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    let inputs = [gate, up];
+    let [gate, up] = inputs.map(Tensor::detach);
+    let y = (widen(&gate)?.silu()? * widen(&up)?)?;
+    with_backward(&inputs, &y.to_dtype(gate.dtype())?, move |y, grad| {
+        let (gate, up, grad) = (widen(&gate)?, widen(&up)?, widen(&grad)?);
+        let sigmoid = candle_nn::ops::sigmoid(&gate)?;
+        let silu = (gate * &sigmoid)?;
+        let slope = (&sigmoid + (&silu * (1.0 - &sigmoid)?)?)?;
+        let grads = [(slope * up)? * &grad, silu * grad];
+        grads.into_iter().map(|grad| grad?.to_dtype(y.dtype()).map(Some)).collect()
+    })
+}
+
+pub(crate) fn softmax(x: &Tensor) -> Result<Tensor> {
+    let y = softmax_last_dim(&widen(&x.detach().contiguous()?)?)?;
+    with_backward(&[x], &y.to_dtype(x.dtype())?, move |_, grad| {
+        let product = (widen(&grad)? * &y)?;
+        let sums = product.sum_keepdim(D::Minus1)?;
+        Ok(vec![Some((product - y.broadcast_mul(&sums)?)?.to_dtype(grad.dtype())?)])
+    })
+}
+
+pub(crate) fn log_softmax(x: &Tensor) -> CandleResult<Tensor> {
+    candle_nn::ops::log_softmax(&widen(x)?, D::Minus1)?.to_dtype(x.dtype())
+}
+
+/// One of candle's rotations: `rope`, `rope_i` or `rope_thd`, of a tensor by `cos` and `sin`.
+pub(crate) type Rotate = fn(&Tensor, &Tensor, &Tensor) -> CandleResult<Tensor>;
+
+/// `cos` and `sin` [length, size / 2].
+pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, rotate: Rotate) -> Result<Tensor> {
+    if x.elem_count() == 0 {
+        return Ok(x.clone());
+    }
+    let [cos, sin] = [cos, sin].map(|angles| widen(&angles.contiguous()?));
+    let (cos, sin) = (cos?, sin?);
+    let turn = move |x: &Tensor, sin: &Tensor| {
+        rotate(&widen(&x.contiguous()?)?, &cos, sin)?.to_dtype(x.dtype())
+    };
+    let y = turn(&x.detach(), &sin)?;
+    // The opposite rotation is the transposed one.
+    let opposite = sin.neg()?;
+    with_backward(&[x], &y, move |_, grad| Ok(vec![Some(turn(&grad, &opposite)?)]))
 }
 
 /// Cuts `x` [batch, length, heads · size] into heads, and rotates them. `cos` and `sin` [length,
@@ -82,71 +162,43 @@ pub(crate) fn split_and_rotate(
 ) -> Result<Tensor> {
     let (batch, length, _) = x.dims3()?;
     let x = x.reshape((batch, length, heads, ()))?;
-    rope(&x.transpose(1, 2)?, cos, sin, PairLayout::Halves)?.transpose(1, 2)?.contiguous()
-}
-
-pub(crate) fn activation(x: &Tensor, activation: Activation) -> Result<Tensor> {
-    compute_halves_in_f32([x], |[x]| match activation {
-        Activation::Relu => x.relu(),
-        // Not `gelu_erf`: a constant in its gradient has only six digits.
-        Activation::Gelu => (x * 0.5)? * ((x * std::f64::consts::FRAC_1_SQRT_2)?.erf()? + 1.0)?,
-        Activation::GeluTanh => {
-            let inner = (x + (x.powf(3.0)? * 0.044_715)?)?;
-            (x * 0.5)? * ((inner * 0.797_884_560_802_865_4)?.tanh()? + 1.0)?
-        }
-        // Not `x / (exp(-x) + 1)`: its gradient is NaN where exp(-x) overflows.
-        Activation::Silu => x.silu(),
-    })
-}
-
-pub(crate) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    compute_halves_in_f32([gate, up], |[gate, up]| activation(gate, Activation::Silu)? * up)
-}
-
-pub(crate) fn softmax(x: &Tensor) -> Result<Tensor> {
-    compute_halves_in_f32([x], |[x]| candle_nn::ops::softmax(x, D::Minus1))
-}
-
-pub(crate) fn log_softmax(x: &Tensor) -> Result<Tensor> {
-    compute_halves_in_f32([x], |[x]| candle_nn::ops::log_softmax(x, D::Minus1))
-}
-
-/// `x` [batch, heads, length, size], `cos` and `sin` [length, size / 2].
-pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: PairLayout) -> Result<Tensor> {
-    compute_halves_in_f32([x, cos, sin], |[x, cos, sin]| rotate_pairs(x, cos, sin, pairs))
-}
-
-fn rotate_pairs(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: PairLayout) -> Result<Tensor> {
-    let half = x.dim(D::Minus1)? / 2;
-    match pairs {
-        PairLayout::Halves => {
-            let a = x.narrow(D::Minus1, 0, half)?;
-            let b = x.narrow(D::Minus1, half, half)?;
-            let (a, b) = rotate(&a, &b, cos, sin)?;
-            Tensor::cat(&[a, b], D::Minus1)
-        }
-        PairLayout::Neighbors => {
-            let paired = x.contiguous()?.reshape((x.dim(0)?, x.dim(1)?, x.dim(2)?, half, 2))?;
-            let a = paired.narrow(D::Minus1, 0, 1)?.squeeze(D::Minus1)?;
-            let b = paired.narrow(D::Minus1, 1, 1)?.squeeze(D::Minus1)?;
-            let (a, b) = rotate(&a, &b, cos, sin)?;
-            Tensor::stack(&[a, b], D::Minus1)?.flatten_from(D::Minus2)
-        }
-    }
-}
-
-fn rotate(a: &Tensor, b: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<(Tensor, Tensor)> {
-    let first = (a.broadcast_mul(cos)? - b.broadcast_mul(sin)?)?;
-    let second = (b.broadcast_mul(cos)? + a.broadcast_mul(sin)?)?;
-    Ok((first, second))
+    rope(&x, cos, sin, candle_nn::rotary_emb::rope_thd)
 }
 
 pub(crate) fn embedding(table: &Tensor, indices: &Tensor) -> Result<Tensor> {
     let shape = [indices.dims(), &table.dims()[1..]].concat();
-    table.contiguous()?.index_select(&indices.flatten_all()?, 0)?.reshape(shape)
+    let indices = indices.flatten_all()?;
+    let y = table.detach().contiguous()?.index_select(&indices, 0)?.reshape(shape)?;
+    let table_shape = table.shape().clone();
+    with_backward(&[table], &y, move |_, grad| {
+        let width: usize = table_shape.dims()[1..].iter().product();
+        let rows = widen(&grad)?.reshape((indices.elem_count(), width))?;
+        let grad_table = add_rows(&rows, &indices, table_shape.dims()[0])?;
+        Ok(vec![Some(grad_table.reshape(&table_shape)?.to_dtype(grad.dtype())?)])
+    })
 }
 
-pub(crate) fn dropout(x: &Tensor, drop: DropSpec) -> Result<Tensor> {
+/// Returns a table of `n` rows, the sums of the rows of `x` with these indices.
+///
+/// candle adds the rows of a tensor one after the other, with a thread per column. So parts of the
+/// rows are added at the same time, each to a table of its own: as many as have together four
+/// times the rows of `x`.
+fn add_rows(x: &Tensor, indices: &Tensor, n: usize) -> CandleResult<Tensor> {
+    let (rows, width) = x.dims2()?;
+    let parts = (4 * rows / n.max(1)).clamp(1, rows.max(1));
+    let (part, rest) = (rows / parts, rows % parts);
+    let index = indices.narrow(0, 0, rows - rest)?.reshape((parts, part, 1))?;
+    let index = index.broadcast_as((parts, part, width))?.contiguous()?;
+    let rows_of_parts = x.narrow(0, 0, rows - rest)?.reshape((parts, part, width))?;
+    let tables = Tensor::zeros((parts, n, width), x.dtype(), x.device())?;
+    let table = tables.scatter_add(&index, &rows_of_parts, 1)?.sum(0)?;
+    if rest == 0 {
+        return Ok(table);
+    }
+    table.index_add(&indices.narrow(0, rows - rest, rest)?, &x.narrow(0, rows - rest, rest)?, 0)
+}
+
+pub(crate) fn dropout(x: &Tensor, drop: DropSpec) -> CandleResult<Tensor> {
     // The kernel chooses the elements, so that all devices drop the same elements.
     let scales = dropout::apply(&vec![1_f32; x.elem_count()], drop);
     let kept = Tensor::from_vec(scales, x.shape(), &Device::Cpu)?.ne(0_f32)?;
@@ -159,21 +211,53 @@ pub(crate) fn attention(
     value: &Tensor,
     config: &AttentionConfig,
 ) -> Result<Tensor> {
-    let (batch, queries, heads, size) = query.dims4()?;
-    let keys = key.dim(1)?;
-    let query = query.transpose(1, 2)?;
-    let key = repeat_heads(key, heads)?.transpose(1, 2)?;
-    let value = repeat_heads(value, heads)?.transpose(1, 2)?;
-    let scores = query.contiguous()?.matmul(&key.t()?.contiguous()?)?;
-    let mut scores = (scores * config.scale(size))?;
-    if let Some(mask) = &config.mask {
-        scores = scores.broadcast_add(&mask.to_dtype(scores.dtype())?)?;
+    let inputs = [query, key, value];
+    let (_, _, heads, size) = query.dims4()?;
+    let (scale, key_heads) = (config.scale(size), key.dim(2)?);
+    let queries = swap_heads(&query.detach())?;
+    let keys = swap_heads(&repeat_heads(&key.detach(), heads)?)?;
+    let values = swap_heads(&repeat_heads(&value.detach(), heads)?)?;
+    let mut scores = (widen(&queries.matmul(&keys.t()?)?)? * scale)?;
+    if let Some(mask) = added_mask(config, &scores)? {
+        scores = scores.broadcast_add(&mask)?;
     }
-    if config.causal || config.key_lengths.is_some() {
-        let hidden = hidden_keys(config, [batch, queries, keys], scores.device())?;
-        scores = scores.broadcast_add(&hidden.to_dtype(scores.dtype())?)?;
+    let shares = softmax_last_dim(&scores)?.to_dtype(query.dtype())?;
+    let y = swap_heads(&shares.matmul(&values)?)?;
+    with_backward(&inputs, &y, move |_, grad| {
+        let grad = swap_heads(&grad)?;
+        let grad_values = shares.t()?.matmul(&grad)?;
+        let grad_shares = widen(&grad.matmul(&values.t()?)?)?;
+        // A score changes the other shares too: their mean gradient is subtracted. In half precision
+        // it must be the mean of these rounded gradients, not the product of `y` and `grad`.
+        let wide_shares = widen(&shares)?;
+        let means = (&wide_shares * &grad_shares)?.sum_keepdim(D::Minus1)?;
+        let grad_scores = (wide_shares * grad_shares.broadcast_sub(&means)?)?;
+        let grad_scores = grad_scores.to_dtype(shares.dtype())?;
+        let grad_queries = (grad_scores.matmul(&keys)? * scale)?;
+        let grad_keys = (grad_scores.t()?.matmul(&queries)? * scale)?;
+        Ok(vec![
+            Some(swap_heads(&grad_queries)?),
+            Some(sum_heads(&swap_heads(&grad_keys)?, key_heads)?),
+            Some(sum_heads(&swap_heads(&grad_values)?, key_heads)?),
+        ])
+    })
+}
+
+/// Exchanges positions and heads of [batch, positions, heads, size], or back.
+fn swap_heads(x: &Tensor) -> CandleResult<Tensor> {
+    x.transpose(1, 2)?.contiguous()
+}
+
+/// Returns what is added to `scores` [batch, heads, queries, keys], if anything.
+fn added_mask(config: &AttentionConfig, scores: &Tensor) -> CandleResult<Option<Tensor>> {
+    let mask = config.mask.as_ref().map(|mask| mask.to_dtype(scores.dtype())).transpose()?;
+    if !config.causal && config.key_lengths.is_none() {
+        return Ok(mask);
     }
-    softmax(&scores)?.matmul(&value.contiguous()?)?.transpose(1, 2)?.contiguous()
+    let (batch, _, queries, keys) = scores.dims4()?;
+    let hidden = hidden_keys(config, [batch, queries, keys], scores.device())?;
+    let hidden = hidden.to_dtype(scores.dtype())?;
+    mask.map_or(Ok(hidden.clone()), |mask| mask.broadcast_add(&hidden)).map(Some)
 }
 
 /// Returns −∞ for the keys hidden from a query, and 0 for the others; [batch or 1, 1, queries,
@@ -182,11 +266,11 @@ pub(crate) fn attention(
 /// It is computed on the device from the number of visible keys per query: copying it would take
 /// longer, since it has as many items as the scores of a head.
 #[expect(clippy::cast_possible_truncation, reason = "no device holds as many scores as 2^32 keys")]
-fn hidden_keys(
+pub(crate) fn hidden_keys(
     config: &AttentionConfig,
     [batch, queries, keys]: [usize; 3],
     device: &Device,
-) -> Result<Tensor> {
+) -> CandleResult<Tensor> {
     let lengths = match &config.key_lengths {
         Some(lengths) => lengths[..batch].to_vec(),
         None => vec![keys],
@@ -207,7 +291,7 @@ fn hidden_keys(
 }
 
 /// Repeats each head of [batch, length, key heads, size] up to `heads` heads.
-fn repeat_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
+pub(crate) fn repeat_heads(x: &Tensor, heads: usize) -> CandleResult<Tensor> {
     let (batch, length, key_heads, size) = x.dims4()?;
     let times = heads / key_heads;
     if times == 1 {
@@ -215,6 +299,15 @@ fn repeat_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
     }
     let repeated = x.unsqueeze(3)?.broadcast_as((batch, length, key_heads, times, size))?;
     repeated.contiguous()?.reshape((batch, length, heads, size))
+}
+
+/// Adds up the gradients of repeated heads.
+fn sum_heads(x: &Tensor, key_heads: usize) -> CandleResult<Tensor> {
+    let (batch, length, heads, size) = x.dims4()?;
+    if heads == key_heads {
+        return Ok(x.clone());
+    }
+    x.reshape((batch, length, key_heads, heads / key_heads, size))?.sum(3)
 }
 
 pub(crate) fn attention_packed(
@@ -232,7 +325,7 @@ pub(crate) fn attention_packed(
     let query = part(0, heads)?;
     let key = part(heads, key_heads)?;
     let value = part(heads + key_heads, key_heads)?;
-    attention(&query, &key, &value, config)?.flatten_from(2)
+    Ok(attention(&query, &key, &value, config)?.flatten_from(2)?)
 }
 
 #[expect(
@@ -245,44 +338,49 @@ pub(crate) fn cross_entropy(
     smoothing: f64,
     class_weights: Option<&[f64]>,
 ) -> Result<Tensor> {
+    let (device, dtype, rows) = (logits.device(), logits.dtype(), targets.len());
     let classes = logits.dim(D::Minus1)?;
-    // Leave out rows of weight 0, whose logits may be NaN.
-    let counting = targets.iter().enumerate().filter(|(_, target)| target.weight != 0.0);
-    let (rows, targets): (Vec<_>, Vec<_>) =
-        counting.map(|(row, target)| (row as u32, *target)).unzip();
-    if rows.is_empty() {
+    if targets.iter().all(|target| target.weight == 0.0) {
         // Zero, with a gradient of zeros, so that code that sums gradients finds one.
-        return scalar_with_grad(logits, logits.zeros_like()?)?.to_dtype(logits.dtype());
+        return Ok(scalar_with_grad(logits, logits.zeros_like()?)?.to_dtype(dtype)?);
     }
-    let column = |numbers: Vec<f64>| {
-        Tensor::from_vec(numbers, (rows.len(), 1), &Device::Cpu)?
-            .to_dtype(logits.dtype())?
-            .to_device(logits.device())
+    let column = |number: &dyn Fn(&RowTarget) -> f64| {
+        let numbers = targets.iter().map(number).collect();
+        Tensor::from_vec(numbers, (rows, 1), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
     };
     let class_weight = |class: usize| class_weights.map_or(1.0, |weights| weights[class]);
-    let target_weight =
-        |target: &RowTarget| target.weight * (1.0 - smoothing) * class_weight(target.class);
-    let target_weights = column(targets.iter().map(target_weight).collect())?;
-    let smoothing_weight = |target: &RowTarget| target.weight * smoothing / classes as f64;
-    let smoothing_weights = column(targets.iter().map(smoothing_weight).collect())?;
+    let target_weights =
+        column(&|target| target.weight * (1.0 - smoothing) * class_weight(target.class))?;
+    let smoothing_weights = column(&|target| target.weight * smoothing / classes as f64)?;
     let all_class_weights: Vec<f64> = (0..classes).map(class_weight).collect();
-    let class_weight_row = Tensor::new(all_class_weights, &Device::Cpu)?
-        .to_dtype(logits.dtype())?
-        .to_device(logits.device())?;
-
-    let index = Tensor::new(rows.as_slice(), logits.device())?;
-    let logits = logits.reshape(((), classes))?.index_select(&index, 0)?;
-    let log_probabilities = log_softmax(&logits)?;
+    let sum_of_class_weights = all_class_weights.iter().sum::<f64>();
+    let all_class_weights =
+        Tensor::new(all_class_weights, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
     let class_indices: Vec<_> = targets.iter().map(|target| target.class as u32).collect();
-    let target_classes = Tensor::from_vec(class_indices, (targets.len(), 1), logits.device())?;
-    let target_term =
-        (log_probabilities.gather(&target_classes, 1)? * target_weights)?.sum_all()?;
-    if smoothing == 0.0 {
-        return target_term.neg();
+    let target_classes = Tensor::from_vec(class_indices, (rows, 1), device)?;
+
+    let shape = logits.shape().clone();
+    let x = logits.detach().reshape((rows, classes))?.contiguous()?;
+    // The logits of rows of weight 0 may be NaN.
+    let is_counted = column(&|target| f64::from(target.weight != 0.0))?.ne(0_f64)?;
+    let x = is_counted.broadcast_as(x.shape())?.where_cond(&x, &x.zeros_like()?)?;
+    let log_probabilities = log_softmax(&x)?;
+    let mut sum = (log_probabilities.gather(&target_classes, 1)? * &target_weights)?.sum_all()?;
+    if smoothing > 0.0 {
+        let row_sums = log_probabilities.broadcast_mul(&all_class_weights)?.sum_keepdim(1)?;
+        sum = (sum + (row_sums * &smoothing_weights)?.sum_all()?)?;
     }
-    let row_sums = log_probabilities.broadcast_mul(&class_weight_row)?.sum_keepdim(1)?;
-    let smoothing_term = (row_sums * smoothing_weights)?.sum_all()?;
-    (target_term + smoothing_term)?.neg()
+    with_backward(&[logits], &sum.neg()?, move |_, grad| {
+        let target_weights = target_weights.broadcast_mul(&grad)?;
+        let smoothing_weights = smoothing_weights.broadcast_mul(&grad)?;
+        let totals = (&target_weights + (&smoothing_weights * sum_of_class_weights)?)?;
+        let mut grad = softmax_last_dim(&x)?.broadcast_mul(&totals)?;
+        if smoothing > 0.0 {
+            grad = (grad - smoothing_weights.broadcast_mul(&all_class_weights)?)?;
+        }
+        let grad = grad.scatter_add(&target_classes, &target_weights.neg()?, 1)?;
+        Ok(vec![Some(grad.reshape(&shape)?)])
+    })
 }
 
 #[cfg(test)]
@@ -312,9 +410,9 @@ mod tests {
             let weight = Tensor::ones(600, dtype, &Device::Cpu).unwrap();
             let bias = weight.neg().unwrap();
             let pairs = [
-                (rms_norm(&x, &weight, 1e-5), crate::rms_norm(&x, &weight, 1e-5)),
+                (norm(Norm::Rms, &x, &weight, None, 1e-5), crate::rms_norm(&x, &weight, 1e-5)),
                 (
-                    layer_norm(&x, &weight, Some(&bias), 1e-5),
+                    norm(Norm::Layer, &x, &weight, Some(&bias), 1e-5),
                     crate::layer_norm(&x, &weight, Some(&bias), 1e-5),
                 ),
                 (softmax(&x), crate::softmax(&x, D::Minus1)),
@@ -326,6 +424,31 @@ mod tests {
                 assert!(max_difference(&composed, &fused) <= 4. * digit, "{dtype:?}");
             }
         }
+    }
+
+    #[test]
+    fn rows_are_added_in_any_number_of_parts() {
+        let indices: Vec<u32> = (0..60).map(|n| n * n % 7).collect();
+        let indices = Tensor::new(indices, &Device::Cpu).unwrap();
+        let x = Tensor::arange(0_f32, 120., &Device::Cpu).unwrap().reshape((60, 2)).unwrap();
+        for (rows, n) in [(0, 7), (1, 7), (5, 7), (60, 7), (59, 300), (58, 90)] {
+            let (x, indices) = (x.narrow(0, 0, rows).unwrap(), indices.narrow(0, 0, rows).unwrap());
+            let zeros = Tensor::zeros((n, 2), DType::F32, &Device::Cpu).unwrap();
+            let expected = zeros.index_add(&indices, &x, 0).unwrap();
+            let found = add_rows(&x, &indices, n).unwrap();
+            assert_eq!(found.to_vec2::<f32>().unwrap(), expected.to_vec2::<f32>().unwrap());
+        }
+    }
+
+    #[test]
+    fn weightless_logits_may_be_nan() {
+        let logits = Var::new(&[[f32::NAN, 0.], [0., 0.]], &Device::Cpu).unwrap();
+        let target = |weight| RowTarget { class: 0, weight };
+        let loss = cross_entropy(&logits, &[target(0.), target(1.)], 0., None).unwrap();
+        assert_eq!(loss.to_scalar::<f32>().unwrap(), 2_f32.ln());
+        let grads = loss.backward().unwrap();
+        let grad = grads.get(&logits).unwrap().to_vec2::<f32>().unwrap();
+        assert_eq!(grad, [[0., 0.], [-0.5, 0.5]]);
     }
 
     #[test]

@@ -191,7 +191,7 @@ impl WeightedTargets {
     }
 
     /// Returns the loss in candle's operations.
-    pub(crate) fn composed_loss(&self, logits: &Tensor) -> candle_core::Result<Tensor> {
+    pub(crate) fn composed_loss(&self, logits: &Tensor) -> Result<Tensor> {
         composed::cross_entropy(logits, &self.rows, self.smoothing, self.class_weights.as_deref())
     }
 }

@@ -90,7 +90,7 @@ pub(crate) fn apply(
         }
         Route::Composed => {
             let sum = (layer.composed(x)? + residual)?;
-            let norm = composed::rms_norm(&sum, norm_weight, epsilon)?;
+            let norm = composed::norm(Norm::Rms, &sum, norm_weight, None, epsilon)?;
             Ok((sum, norm))
         }
     }

@@ -30,7 +30,8 @@ const OP: &str = "linear_cross_entropy";
 /// # Shapes
 ///
 /// `x` [.., hidden], `weight` [classes, hidden], `targets` [..] of type u8, u32 or i64; the sum is a
-/// scalar, of type f32 for `x` of f16 and bf16, whose logits are not rounded.
+/// scalar, of type f32 for `x` of f16 and bf16. The logits are not rounded on the CPU; on other devices
+/// they have the type of `x`, and are whole in memory.
 ///
 /// # Determinism
 ///
@@ -83,7 +84,7 @@ fn composed_loss(x: &Tensor, weight: &Tensor, targets: &WeightedTargets) -> Resu
     if logits.dtype() != DType::F64 {
         logits = logits.to_dtype(DType::F32)?;
     }
-    Ok(targets.composed_loss(&logits)?)
+    targets.composed_loss(&logits)
 }
 
 fn fused<T: Float>(x: &Tensor, weight: &Tensor, targets: WeightedTargets) -> Result<Tensor> {

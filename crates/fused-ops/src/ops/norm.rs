@@ -57,7 +57,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
         "rms_norm",
         [x, weight],
         normalize(&[x, weight], Norm::Rms, epsilon),
-        composed::rms_norm(x, weight, epsilon),
+        composed::norm(Norm::Rms, x, weight, None, epsilon),
     )
 }
 
@@ -105,7 +105,7 @@ pub fn layer_norm(
             "layer_norm",
             [x, weight],
             normalize(&[x, weight], Norm::Layer, epsilon),
-            composed::layer_norm(x, weight, None, epsilon),
+            composed::norm(Norm::Layer, x, weight, None, epsilon),
         );
     };
     check_shape("layer_norm", "bias", bias, &hidden)?;
@@ -113,7 +113,7 @@ pub fn layer_norm(
         "layer_norm",
         [x, weight, bias],
         normalize(&[x, weight, bias], Norm::Layer, epsilon),
-        composed::layer_norm(x, weight, Some(bias), epsilon),
+        composed::norm(Norm::Layer, x, weight, Some(bias), epsilon),
     )
 }
 
@@ -163,7 +163,7 @@ pub fn add_rms_norm(
         Route::Half(half) => add_normalize_in_f32(&[x, residual, weight], Norm::Rms, epsilon, half),
         Route::Composed => {
             let sum = (x + residual)?;
-            let norm = composed::rms_norm(&sum, weight, epsilon)?;
+            let norm = composed::norm(Norm::Rms, &sum, weight, None, epsilon)?;
             Ok((sum, norm))
         }
     }
@@ -220,7 +220,7 @@ pub fn add_layer_norm(
         Route::Half(half) => add_normalize_in_f32(&inputs, Norm::Layer, epsilon, half),
         Route::Composed => {
             let sum = (x + residual)?;
-            let norm = composed::layer_norm(&sum, weight, bias, epsilon)?;
+            let norm = composed::norm(Norm::Layer, &sum, weight, bias, epsilon)?;
             Ok((sum, norm))
         }
     }

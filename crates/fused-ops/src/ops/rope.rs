@@ -4,6 +4,7 @@
 //! `candle_nn::rotary_emb`, whose fused functions are not differentiable.
 
 use candle_core::Tensor;
+use candle_nn::rotary_emb;
 
 use crate::{
     autograd::{CpuSlice, record_unary},
@@ -126,18 +127,19 @@ fn rotate_heads(
     for (input, angles) in [("cos", cos), ("sin", sin)] {
         check_angles(OP, (input, angles), length, half)?;
     }
+    // There is no operation of neighbors whose positions come first.
+    let rotate = match (pairs, rows) {
+        (PairLayout::Neighbors, _) => rotary_emb::rope_i,
+        (PairLayout::Halves, RowLayout::HeadsFirst) => rotary_emb::rope,
+        (PairLayout::Halves, RowLayout::PositionsFirst) => rotary_emb::rope_thd,
+    };
     let cos = &cos.narrow(0, 0, length)?;
     let sin = &sin.narrow(0, 0, length)?;
     route!(
         "rope",
         [x, cos, sin],
         fused(x, cos, sin, pairs, rows),
-        match rows {
-            RowLayout::HeadsFirst => composed::rope(x, cos, sin, pairs),
-            RowLayout::PositionsFirst => {
-                composed::rope(&x.transpose(1, 2)?, cos, sin, pairs).and_then(|y| y.transpose(1, 2))
-            }
-        },
+        composed::rope(x, cos, sin, rotate),
     )
 }
 

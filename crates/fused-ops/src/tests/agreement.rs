@@ -7,6 +7,7 @@ use super::support::{
     AttentionSizes, OpCase, OpOutcome, all_cases, attention_cases, relative_error, rope_cases,
     row_cases, run, run_on, values,
 };
+use crate::route::ARE_COMPOSED;
 
 /// The tolerance of f32 relative to f64, as a fraction of the largest element.
 const F32: f64 = 2e-6;
@@ -230,6 +231,46 @@ fn only_needed_gradients_are_computed() {
             );
         }
         assert!(!(case.fused)(&inputs).unwrap().track_op());
+    }
+}
+
+/// Checks the forms of devices without kernels, here on the CPU.
+fn check_composed(case: &OpCase, seed: u64) {
+    let inputs = case.inputs(seed);
+    let reference = run(&case.composed, &inputs);
+    ARE_COMPOSED.set(true);
+    let found = run(&case.fused, &inputs);
+    ARE_COMPOSED.set(false);
+    compare(case, &found, &reference, &|_, _| F64);
+}
+
+#[test]
+fn forms_of_other_devices_match_the_references() {
+    for (rows, width) in [(1, 9), (40, 64), (700, 33)] {
+        for case in row_cases(rows, width) {
+            check_composed(&case, 1);
+        }
+    }
+    for case in rope_cases(2, 3, 5, 4) {
+        check_composed(&case, 2);
+    }
+    let sizes = AttentionSizes { batch: 2, queries: 20, keys: 70, key_heads: 2, group: 2, size: 8 };
+    for case in attention_cases(sizes) {
+        check_composed(&case, 3);
+    }
+}
+
+#[test]
+fn halves_of_other_devices_match_the_kernels() {
+    for (half, tolerance) in [(DType::F16, 2.5e-3), (DType::BF16, 2e-2)] {
+        for case in all_cases() {
+            let inputs: Vec<_> = case.inputs(1).iter().map(|x| x.to_dtype(half).unwrap()).collect();
+            let expected = run(&case.fused, &inputs);
+            ARE_COMPOSED.set(true);
+            let found = run(&case.fused, &inputs);
+            ARE_COMPOSED.set(false);
+            compare(&case, &found, &expected, &|_, _| tolerance);
+        }
     }
 }
 

@@ -14,4 +14,5 @@ mod direct;
 mod edge_cases;
 mod frozen;
 mod gradients;
+mod reference;
 mod support;

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Device, Tensor, Var};
 
+use super::reference;
 use crate::{
     affine::AffineLayer,
     composed,
@@ -83,21 +84,21 @@ pub(super) fn row_cases(rows: usize, width: usize) -> Vec<OpCase> {
             "rms_norm",
             &[x, &[width]],
             |t| crate::rms_norm(&t[0], &t[1], 1e-5),
-            |t| composed::rms_norm(&t[0], &t[1], 1e-5),
+            |t| reference::rms_norm(&t[0], &t[1], 1e-5),
         ),
         OpCase::new(
             "layer_norm",
             &[x, &[width], &[width]],
             |t| crate::layer_norm(&t[0], &t[1], Some(&t[2]), 1e-5),
-            |t| composed::layer_norm(&t[0], &t[1], Some(&t[2]), 1e-5),
+            |t| reference::layer_norm(&t[0], &t[1], Some(&t[2]), 1e-5),
         ),
         OpCase::new(
             "layer_norm without bias",
             &[x, &[width]],
             |t| crate::layer_norm(&t[0], &t[1], None, 1e-5),
-            |t| composed::layer_norm(&t[0], &t[1], None, 1e-5),
+            |t| reference::layer_norm(&t[0], &t[1], None, 1e-5),
         ),
-        OpCase::new("softmax", &[x], |t| crate::softmax(&t[0], 1), |t| composed::softmax(&t[0])),
+        OpCase::new("softmax", &[x], |t| crate::softmax(&t[0], 1), |t| reference::softmax(&t[0])),
         OpCase::new(
             "softmax of columns",
             &[x],
@@ -114,7 +115,7 @@ pub(super) fn row_cases(rows: usize, width: usize) -> Vec<OpCase> {
             "swiglu",
             &[x, x],
             |t| crate::swiglu(&t[0], &t[1]),
-            |t| composed::swiglu(&t[0], &t[1]),
+            |t| reference::swiglu(&t[0], &t[1]),
         ),
         dropout_case(x),
         embedding_case(rows, width),
@@ -140,7 +141,7 @@ fn add_norm_cases(x: &[usize], width: usize) -> Vec<OpCase> {
             move |t| Ok(one_or_both(used, crate::add_rms_norm(&t[0], &t[1], &t[2], 1e-5)?)?),
             move |t| {
                 let sum = (&t[0] + &t[1])?;
-                one_or_both(used, (sum.clone(), composed::rms_norm(&sum, &t[2], 1e-5)?))
+                one_or_both(used, (sum.clone(), reference::rms_norm(&sum, &t[2], 1e-5)?))
             },
         )
     });
@@ -158,7 +159,7 @@ fn add_norm_cases(x: &[usize], width: usize) -> Vec<OpCase> {
                 let sum = (&t[0] + &t[1])?;
                 one_or_both(
                     used,
-                    (sum.clone(), composed::layer_norm(&sum, &t[2], Some(&t[3]), 1e-5)?),
+                    (sum.clone(), reference::layer_norm(&sum, &t[2], Some(&t[3]), 1e-5)?),
                 )
             },
         )
@@ -199,7 +200,7 @@ fn embedding_case(rows: usize, width: usize) -> OpCase {
         "embedding",
         &[&[rows + 3, width]],
         move |t| crate::embedding(&t[0], &index.to_device(t[0].device())?),
-        move |t| composed::embedding(&t[0], &composed_index),
+        move |t| reference::embedding(&t[0], &composed_index),
     )
 }
 
@@ -420,7 +421,7 @@ impl LossCase {
             })
             .collect();
         let smoothing = self.config.label_smoothing;
-        composed::cross_entropy(logits, &weighted, smoothing, class_weights.as_deref())
+        reference::cross_entropy(logits, &weighted, smoothing, class_weights.as_deref())
     }
 }
 
@@ -460,7 +461,7 @@ fn linear_rope_cases(batch: usize, heads: usize, length: usize, half: usize) -> 
             move |t| {
                 let [cos, sin] = angles(&t[0])?;
                 let y = composed::linear(&t[0], &t[1], t.get(2), None)?;
-                composed::split_and_rotate(&y, heads, &cos, &sin)
+                reference::split_and_rotate(&y, heads, &cos, &sin)
             },
         )
     };
@@ -492,9 +493,9 @@ pub(super) fn rope_cases(batch: usize, heads: usize, length: usize, half: usize)
         let cos = exact(angles.cos()?)?;
         let sin = exact(angles.sin()?)?;
         if heads_first {
-            return composed::rope(t, &cos, &sin, pairs);
+            return reference::rope(t, &cos, &sin, pairs);
         }
-        composed::rope(&t.transpose(1, 2)?, &cos, &sin, pairs)?.transpose(1, 2)
+        reference::rope(&t.transpose(1, 2)?, &cos, &sin, pairs)?.transpose(1, 2)
     };
     let mut cases = linear_rope_cases(batch, heads, length, half);
     let forms =
@@ -560,7 +561,7 @@ pub(super) fn attention_cases(sizes: AttentionSizes) -> Vec<OpCase> {
                         .transpose()?;
                     crate::attention(&t[0], &t[1], &t[2], &config)
                 },
-                move |t| composed::attention(&t[0], &t[1], &t[2], &composed_config),
+                move |t| reference::attention(&t[0], &t[1], &t[2], &composed_config),
             )
         })
         .collect();
@@ -568,7 +569,7 @@ pub(super) fn attention_cases(sizes: AttentionSizes) -> Vec<OpCase> {
         format!("packed attention {sizes:?}"),
         &[&[batch, keys, (heads + 2 * key_heads) * size]],
         move |t| crate::attention_packed(&t[0], heads, key_heads, &AttentionConfig::causal()),
-        move |t| composed::attention_packed(&t[0], heads, key_heads, &AttentionConfig::causal()),
+        move |t| reference::attention_packed(&t[0], heads, key_heads, &AttentionConfig::causal()),
     ));
     cases
 }
