@@ -36,10 +36,26 @@ pub(crate) fn squared_norm(tensor: &Tensor) -> Result<f64> {
                 _ => candle_core::bail!("a CPU tensor has storage on another device"),
             }
         }
-        Device::Cuda(_) => tensor.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar(),
+        Device::Cuda(_) => sum_by_rows(&tensor.to_dtype(DType::F64)?.sqr()?.flatten_all()?),
         // Metal has no double precision, and shares the CPU's memory.
         Device::Metal(_) => squared_norm(&tensor.to_device(&Device::Cpu)?),
     }
+}
+
+/// Returns the sum of a tensor of f64. On a GPU, candle computes each sum with one block of threads, so
+/// many sums of rows come first.
+fn sum_by_rows(x: &Tensor) -> Result<f64> {
+    const ROW: usize = 4096;
+    let n_rest = x.elem_count() % ROW;
+    let n_whole = x.elem_count() - n_rest;
+    if n_whole == 0 {
+        return x.sum_all()?.to_scalar();
+    }
+    let mut sum = x.narrow(0, 0, n_whole)?.reshape(((), ROW))?.sum(1)?.sum_all()?;
+    if n_rest > 0 {
+        sum = (sum + x.narrow(0, n_whole, n_rest)?.sum_all()?)?;
+    }
+    sum.to_scalar()
 }
 
 fn squares_on_host(storage: &CpuStorage, layout: &Layout) -> Result<f64> {
@@ -125,6 +141,14 @@ mod tests {
             let expected: f64 = large * large + 2999.0;
             let found = squares_of(items, DType::F64);
             assert_eq!(found.to_bits(), expected.to_bits(), "{position}");
+        }
+    }
+
+    #[test]
+    fn sums_by_rows_are_complete() {
+        for len in [0, 5, 4096, 10_000] {
+            let ones = Tensor::ones(len, DType::F64, &Device::Cpu).unwrap();
+            assert_close(sum_by_rows(&ones).unwrap(), len as f64);
         }
     }
 
