@@ -274,6 +274,8 @@ fn environment() -> Environment<'static> {
     // Jinja has no such filters, and to begin to read nested results of them may take endless time.
     environment.remove_filter("zip");
     environment.remove_filter("chain");
+    // It writes all values whole.
+    environment.remove_global("debug");
     add_checks(&mut environment);
     environment
 }
@@ -443,8 +445,9 @@ mod tests {
             ("{% if %}", "syntax error"),
             ("{{ raise_exception('no such role') }}", "no such role"),
             // Texts that are longer than the memory of most machines.
-            ("{{ range(99999) | join('x' * 100000) }}", "fuel"),
+            ("{{ range(99999) | join('x' * 100000) }}", "larger than 4096"),
             ("{{ ('x' * 100000).join(range(99999)) }}", "fuel"),
+            ("{{ ('x' * 900000) | selectattr('y' * 900000) | list }}", "larger than 4096"),
             ("{{ ('x' * 100000).replace('x', 'y' * 100000) }}", "fuel"),
             ("{{ ('x' * 100000) | replace('x', 'y' * 100000) }}", "fuel"),
             ("{{ '{:9999999999}'.format(1) }}", "digits"),
@@ -468,7 +471,12 @@ mod tests {
             assert!(fault.starts_with("template: the chat template fails"), "{fault}");
             assert!(fault.contains(words), "{source}: {fault}");
         }
-        // Values whose text would fill the memory, or that contain themselves.
+    }
+
+    #[test]
+    fn values_that_fill_the_memory_are_rejected() {
+        let turns = messages(&[("user", "1")]);
+        // Their text would never end, or they contain themselves.
         let doubled = |value: &str| {
             let doubling = format!("{{% set x = {value} %}}").repeat(40);
             doubling.clone() + &doubling.replace('x', "y")
@@ -503,6 +511,13 @@ mod tests {
                 "[x, y] | unique | list",
                 "raise_exception(x)",
                 "[x].count(y)",
+                "x == y == 1",
+                "1 < 2 < x < y",
+                "x in [y] in y",
+                "{'a': 1, x: 2}",
+                "messages[x]",
+                "{1: 2}[[x]]",
+                "'x' if loop is defined else {x: 1}.a",
             ] {
                 let source =
                     format!("{{% set x = 'a' %}}{{% set y = 'b' %}}{value}{{{{ {user} }}}}");
@@ -514,6 +529,11 @@ mod tests {
             let source = format!("{value}{{{{ x | length }}}}");
             drop(template(&source).render(&turns, false));
         }
+    }
+
+    #[test]
+    fn nests_and_methods_are_rendered() {
+        let turns = messages(&[("user", "1")]);
         // Deeper nests than a stack of the usual size can hold.
         let nest = "{% set ns = namespace(s=1) %}{% for a in range(999) %}{% for b in range(999) %}\
                     {% set ns.s = [ns.s] %}{% endfor %}{% endfor %}";
@@ -533,5 +553,51 @@ mod tests {
         assert!(widest.contains(&format!("\n{}\"role\"", " ".repeat(128))), "{widest}");
         let day = "{% if strftime_now is defined %}{{ strftime_now() }}{% else %}1{% endif %}";
         assert_eq!(template(day).render(&turns, false).unwrap(), "1");
+    }
+
+    /// Every filter, test and method ends on values whose text would never end.
+    #[test]
+    fn every_use_of_a_value_ends() {
+        let filters = "safe escape e lower upper title capitalize length count items trim join split lines \
+                       default d round abs int float attr first last min max sort list string bool batch \
+                       slice sum select reject selectattr rejectattr map groupby unique reverse format \
+                       urlencode tojson pprint indent replace dictsort";
+        let tests = "undefined defined none safe escaped boolean odd even divisibleby number integer int \
+                     float string sequence iterable mapping startingwith endingwith lower upper sameas eq \
+                     ne lt le gt ge in true false filter test";
+        let methods = "capitalize count find format islower isupper join lower lstrip replace rfind rstrip \
+                       split splitlines startswith endswith strip title upper get items keys values index";
+        let mut uses = Vec::new();
+        for filter in filters.split(' ') {
+            for arguments in ["", "(x)", "('eq', x)"] {
+                uses.push(format!("{{{{ x | {filter}{arguments} }}}}"));
+            }
+        }
+        for test in tests.split(' ') {
+            uses.extend(["", "(y)"].map(|argument| format!("{{{{ x is {test}{argument} }}}}")));
+        }
+        for method in methods.split(' ') {
+            let one = |(value, argument)| format!("{{{{ {value}.{method}({argument}) }}}}");
+            uses.extend(
+                [("x", ""), ("x", "y"), ("[x]", "y"), ("'abc'", "x"), ("'a'", "'a', x")].map(one),
+            );
+        }
+        for value in
+            ["range(x)", "dict(x)", "namespace(x)", "debug()", "x[y]", "x[1:y]", "x + y", "x * 2"]
+        {
+            uses.push(format!("{{{{ {value} }}}}"));
+        }
+        uses.push("{% for v in [x, y] %}{{ loop.changed(v) }}{% endfor %}".into());
+        uses.push("{% for v in [x, y] %}{{ loop.changed(v, 1) }}{% endfor %}".into());
+        let turns = messages(&[("user", "1")]);
+        for value in ["[x, x]", "{1: x, 2: x}", "x + x"] {
+            let doubling =
+                format!("{{% set x = {value} %}}").repeat(if value == "x + x" { 19 } else { 40 });
+            let both = doubling.clone() + &doubling.replace('x', "y");
+            for last in &uses {
+                let source = format!("{{% set x = 'a' %}}{{% set y = 'b' %}}{both}{last}");
+                drop(template(&source).render(&turns, false));
+            }
+        }
     }
 }
