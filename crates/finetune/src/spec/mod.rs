@@ -144,6 +144,25 @@ impl Spec {
         }
     }
 
+    /// Rejects a number of packed rows that the micro-batches do not divide, or that the tokens of a
+    /// step do not allow: rows would be left out.
+    ///
+    /// # Errors
+    ///
+    /// [`SpecError::Setting`].
+    pub(crate) fn check_rows(&self) -> Result<()> {
+        let Some(asked) = self.finetune.batch_size.filter(|_| self.is_packed()) else {
+            return Ok(());
+        };
+        let batching = self.batching();
+        let rows = batching.n_batches * batching.accumulate.unwrap_or(1);
+        if rows == asked {
+            return Ok(());
+        }
+        let expected = format!("{rows}, the packed rows of the micro-batches of a step");
+        Err(SpecError::setting("batch_size", &asked, expected).into())
+    }
+
     /// Writes the file into the folder of the run.
     pub(crate) fn write(&self, path: &Path) -> Result<()> {
         let path = path.join(FILE);
@@ -537,6 +556,29 @@ pub(crate) mod tests {
                 n_micro_batches.insert(tokens.len());
             }
             assert!(n_micro_batches.iter().any(|&n| n > 1), "{rows:?}");
+        }
+    }
+
+    #[test]
+    fn packed_rows_divide_over_micro_batches() {
+        for (batch_size, accumulate, limit, max_tokens, is_valid) in [
+            (7, None, None, 7 * 128, true),
+            (7, None, Some(128), 7 * 128, true),
+            (7, None, Some(256), 7 * 128, false),
+            (7, Some(2), None, 7 * 128, false),
+            (8, Some(2), None, 8 * 128, true),
+            (8, None, Some(300), 8 * 128, true),
+            (8, None, None, 1000, false),
+        ] {
+            let finetune = RunInputs {
+                rows: Rows::Packed,
+                batch_size: Some(batch_size),
+                accumulate,
+                max_tokens_per_batch: limit,
+                ..inputs()
+            };
+            let checked = Spec { max_tokens, finetune, ..spec() }.check_rows();
+            assert_eq!(checked.is_ok(), is_valid, "{batch_size} {accumulate:?} {limit:?}");
         }
     }
 

@@ -199,6 +199,7 @@ impl RunOptions {
             model_fingerprint: None,
         };
         spec.check_adapters()?;
+        spec.check_rows()?;
         Ok(spec)
     }
 
