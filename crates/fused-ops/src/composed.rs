@@ -3,8 +3,9 @@
 //! They run on devices without kernels of this crate. There the time of most operations is that of
 //! passes over memory, and candle's own backward takes many: it adds the gradient of each
 //! intermediate tensor to zeros, and keeps all of them. So larger operations have a backward of
-//! their own here, of few passes. Inputs in half precision are converted to f32 first, and a result
-//! is rounded back once: in half precision, squares would overflow and sums would lose small terms.
+//! their own here, of few passes. Inputs in half precision are converted to f32 first, except for
+//! those of matrix products, and a result is rounded back once: in half precision, squares would
+//! overflow and sums would lose small terms.
 //!
 //! The arguments are the same as for the functions with the same names at the root of the crate.
 //! Those functions check them.
@@ -40,13 +41,14 @@ pub(crate) fn norm(
     epsilon: f64,
 ) -> Result<Tensor> {
     let inputs: Vec<_> = [x, weight].into_iter().chain(bias).collect();
+    let is_frozen = !weight.track_op();
+    let has_bias = bias.is_some();
     let (x, weight) = (x.detach(), weight.detach());
     let (normalized, _) = normalize(form, &widen(&x)?, epsilon)?;
     let mut y = normalized.broadcast_mul(&widen(&weight)?)?;
     if let Some(bias) = bias {
         y = y.broadcast_add(&widen(&bias.detach())?)?;
     }
-    let n_inputs = inputs.len();
     with_backward(&inputs, &y.to_dtype(x.dtype())?, move |_, grad| {
         let (grad, weight) = (widen(&grad)?, widen(&weight)?);
         let (normalized, scale) = normalize(form, &widen(&x)?, epsilon)?;
@@ -56,9 +58,14 @@ pub(crate) fn norm(
         if let Norm::Layer = form {
             grad_x = grad_x.broadcast_sub(&through.mean_keepdim(D::Minus1)?)?;
         }
-        let grad_x = grad_x.broadcast_mul(&scale)?;
-        let all = [grad_x, sum_rows(&(&grad * normalized)?)?, sum_rows(&grad)?];
-        all.iter().take(n_inputs).map(|grad| grad.to_dtype(x.dtype()).map(Some)).collect()
+        let mut grads = vec![Some(grad_x.broadcast_mul(&scale)?.to_dtype(x.dtype())?)];
+        let grad_weight =
+            (!is_frozen).then(|| sum_rows(&(&grad * normalized)?)?.to_dtype(x.dtype()));
+        grads.push(grad_weight.transpose()?);
+        if has_bias {
+            grads.push(Some(sum_rows(&grad)?.to_dtype(x.dtype())?));
+        }
+        Ok(grads)
     })
 }
 
@@ -186,6 +193,9 @@ pub(crate) fn embedding(table: &Tensor, indices: &Tensor) -> Result<Tensor> {
 fn add_rows(x: &Tensor, indices: &Tensor, n: usize) -> CandleResult<Tensor> {
     let (rows, width) = x.dims2()?;
     let parts = (4 * rows / n.max(1)).clamp(1, rows.max(1));
+    if parts == 1 {
+        return Tensor::zeros((n, width), x.dtype(), x.device())?.index_add(indices, x, 0);
+    }
     let (part, rest) = (rows / parts, rows % parts);
     let index = indices.narrow(0, 0, rows - rest)?.reshape((parts, part, 1))?;
     let index = index.broadcast_as((parts, part, width))?.contiguous()?;
@@ -316,16 +326,19 @@ pub(crate) fn attention_packed(
     key_heads: usize,
     config: &AttentionConfig,
 ) -> Result<Tensor> {
+    let [query, key, value] = unpack(qkv, heads, key_heads)?;
+    Ok(attention(&query, &key, &value, config)?.flatten_from(2)?)
+}
+
+/// Returns queries, keys and values, each [batch, length, heads, size].
+pub(crate) fn unpack(qkv: &Tensor, heads: usize, key_heads: usize) -> CandleResult<[Tensor; 3]> {
     let (batch, length, width) = qkv.dims3()?;
     let size = width / (heads + 2 * key_heads);
     let part = |start: usize, heads: usize| {
         let part = qkv.narrow(2, start * size, heads * size)?.contiguous()?;
         part.reshape((batch, length, heads, size))
     };
-    let query = part(0, heads)?;
-    let key = part(heads, key_heads)?;
-    let value = part(heads + key_heads, key_heads)?;
-    Ok(attention(&query, &key, &value, config)?.flatten_from(2)?)
+    Ok([part(0, heads)?, part(heads, key_heads)?, part(heads + key_heads, key_heads)?])
 }
 
 #[expect(

@@ -1,8 +1,8 @@
 //! Rows of a table, selected by index.
 //!
-//! On the CPU, the operation checks the indices, and then calls candle's selection of rows. candle's backward
-//! writes only the selected rows into the gradient of the table. A custom operation would return a
-//! gradient of all rows, which took twice as long for 32,000 rows.
+//! On the CPU, the operation checks the indices, and then calls candle's selection of rows. candle's
+//! backward writes only the selected rows into the gradient of the table. A custom operation would
+//! return a gradient of all rows, which took twice as long for 32,000 rows.
 
 use candle_core::{DType, Tensor};
 

@@ -4,7 +4,7 @@ use candle_core::{D, Device, Result, Tensor};
 
 use crate::{
     autograd::scalar_with_grad,
-    composed::{activation, hidden_keys, log_softmax, repeat_heads},
+    composed::{activation, hidden_keys, log_softmax, repeat_heads, unpack},
     config::{Activation, AttentionConfig},
     kernels::{cross_entropy::RowTarget, rope::PairLayout},
 };
@@ -109,15 +109,7 @@ pub(super) fn attention_packed(
     key_heads: usize,
     config: &AttentionConfig,
 ) -> Result<Tensor> {
-    let (batch, length, width) = qkv.dims3()?;
-    let size = width / (heads + 2 * key_heads);
-    let part = |start: usize, heads: usize| {
-        let part = qkv.narrow(2, start * size, heads * size)?.contiguous()?;
-        part.reshape((batch, length, heads, size))
-    };
-    let query = part(0, heads)?;
-    let key = part(heads, key_heads)?;
-    let value = part(heads + key_heads, key_heads)?;
+    let [query, key, value] = unpack(qkv, heads, key_heads)?;
     attention(&query, &key, &value, config)?.flatten_from(2)
 }
 
