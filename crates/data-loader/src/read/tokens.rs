@@ -75,6 +75,9 @@ impl TokenDataset {
     /// an incomplete token, or a header of another type or version.
     pub fn open(path: impl AsRef<Path>, token_type: TokenType, block: u64) -> Result<Self> {
         let file = DataFile::open(path.as_ref())?;
+        if block == 0 {
+            return Err(Error::setting("the block length", &block, "at least 1"));
+        }
         let fault = |fault| Error::Tokens { path: file.path.clone(), fault };
         let first_bytes = file.read(0..LITGPT_HEADER_BYTES)?;
         let data_start = header_bytes(&first_bytes, token_type).map_err(fault)?;
