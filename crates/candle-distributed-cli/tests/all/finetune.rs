@@ -363,6 +363,11 @@ fn untrainable_models_are_rejected_by_name() {
         &with(&["--rows", "packed", "--batch-size", "99"]),
         &["packed rows, but a step has 99", "hint: a smaller --batch-size"],
     );
+    is_rejected(
+        &model,
+        &with(&["--rows", "packed", "--batch-size", "3", "--accumulate", "2"]),
+        &["--batch-size is 3, must be 2, the packed rows of the micro-batches of a step"],
+    );
     is_rejected(&model, &with(&["--lr", "0"]), &["--lr is 0"]);
     is_rejected(&model, &with(&["--validation", "1"]), &["a fraction 1 of 16 examples is 16"]);
     is_rejected(&model, &with(&["--n-layers", "3"]), &["--n-layers", "cannot be used with"]);

@@ -555,6 +555,27 @@ mod tests {
         assert_eq!(template(day).render(&turns, false).unwrap(), "1");
     }
 
+    /// The instructions that check values change no text.
+    #[test]
+    fn checked_templates_equal_plain_ones() {
+        for source in [
+            "{{ {'a': nope}.a is defined }} {{ {(1, 2): 3}[(1, 2)] }} {{ {1: 'a'} }} {{ {none: 1, 1.5: 2} }}",
+            "{% set m = {'b': 1, 'a': 2, 'b': 3} %}{{ m }} {{ m.items() | list }} {{ m | length }}",
+            "{% set n = namespace(a=1) %}{% set m = {'n': n} %}{% set n.a = 5 %}{{ m.n.a }}",
+            "{% macro f(x) %}<{{ x }}>{% endmacro %}{{ {'f': f}.f(3) }}",
+            "{{ 1 < 2 < 3 }} {{ 3 > 2 > 2 }} {{ 1 < 2 == 2 }}",
+            "{% for i in [1, 2, 3] %}{% if 1 < i < 3 %}{{ i }}{% else %}-{% endif %}{% endfor %}",
+            "{% for i in [1, 1, 2] %}{{ loop.changed(i) }}{% endfor %}",
+            "{% for i in [[1, [2]], 3] recursive %}\
+             {% if 0 < loop.index < 9 and i is iterable %}({{ loop(i) }}){% else %}{{ i }}{% endif %}{% endfor %}",
+        ] {
+            let mut plain = environment();
+            plain.add_template_owned("chat", source.to_owned()).unwrap();
+            let expected = plain.get_template("chat").unwrap().render(()).unwrap();
+            assert_eq!(template(source).render(&[], false).unwrap(), expected, "{source}");
+        }
+    }
+
     /// Every filter, test and method ends on values whose text would never end.
     #[test]
     fn every_use_of_a_value_ends() {
