@@ -1,9 +1,12 @@
-//! Tensors of batches of tokens.
+//! Tensors of batches of tokens and arrays.
 
-use candle_core::{Device, Result};
+use candle_core::{Device, Result, Tensor, WithDType};
 use dyn_batch::{BatchTensors, Collator, PackedRow, PaddedRows};
 
-use crate::loader::fetch::SampleBatch;
+use crate::{
+    loader::fetch::SampleBatch,
+    read::npy::{NumberArray, dtype::NpyElement},
+};
 
 impl SampleBatch<Vec<u32>> {
     /// Pads the samples, one per row: see [`Collator::pad`]. Rows of skipped samples are empty.
@@ -36,7 +39,7 @@ impl SampleBatch<Vec<u32>> {
         let limit = collator.max_sequence_length.unwrap_or(u64::MAX);
         let batch = self.with_lengths(|ids| limit.min(ids.len() as u64));
         let batch = batch.map_err(candle_core::Error::wrap)?;
-        collator.pad(&batch, |position| self.ids_at(position), device)
+        collator.pad(&batch, |position| self.item(position), device)
     }
 
     /// Concatenates the samples of a packed batch in its row: see [`Collator::pack`].
@@ -46,11 +49,40 @@ impl SampleBatch<Vec<u32>> {
     /// The errors of [`Collator::pack`].
     pub fn pack(&self, collator: &Collator, device: &Device) -> Result<BatchTensors<PackedRow>> {
         let batch = self.with_lengths(|ids| ids.len() as u64).map_err(candle_core::Error::wrap)?;
-        collator.pack(&batch, |position| self.ids_at(position), device)
+        collator.pack(&batch, |position| self.item(position), device)
     }
+}
 
-    #[expect(clippy::cast_possible_truncation, reason = "positions of items in memory")]
-    fn ids_at(&self, position: u64) -> &[u32] {
-        &self.items[position as usize]
+impl<T: NpyElement + WithDType> SampleBatch<NumberArray<T>> {
+    /// Stacks the arrays, for example of [`NpyDataset`](crate::NpyDataset), along a new first dimension.
+    ///
+    /// # Errors
+    ///
+    /// An error if their shapes differ.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::Device;
+    /// use core_types::Epoch;
+    /// use data_loader::{DataLoader, NpyDataset, NumberArray, SampleBatch};
+    ///
+    /// # let folder = core_types::files::AtomicFolder::new(std::env::temp_dir().join("example"))?;
+    /// # let path = folder.path().join("series.npy");
+    /// candle_core::Tensor::rand(0_f32, 1., (50, 3), &Device::Cpu)?.write_npy(&path)?;
+    /// let windows = NpyDataset::<f32>::open(&path)?.windows(12, 1)?;
+    /// let mut loader = DataLoader::builder(windows).batch_size(4).collate(
+    ///     |windows: SampleBatch<NumberArray<f32>>| Ok(windows.stack(&Device::Cpu)?),
+    /// )?;
+    /// loader.set_epoch(Epoch::ZERO)?;
+    /// assert_eq!(loader.next().expect("an epoch has a batch")?.dims(), [4, 12, 3]);
+    /// # Ok::<(), data_loader::BoxError>(())
+    /// ```
+    pub fn stack(&self, device: &Device) -> Result<Tensor> {
+        let mut arrays = Vec::new();
+        for array in &self.items {
+            arrays.push(Tensor::from_slice(&array.values, array.shape.as_slice(), device)?);
+        }
+        Tensor::stack(&arrays, 0)
     }
 }

@@ -1,6 +1,7 @@
 //! Concatenated data sets.
 
-use core_types::{Fingerprint, Seed};
+use core_types::{Fingerprint, Placement, Seed};
+use dist_sampler::{DistributedSampler, MixtureEnd, MixturePart, SamplerConfig, Tail};
 
 use crate::{
     dataset::Dataset,
@@ -52,7 +53,52 @@ pub(crate) fn locate(ends: &[u64], index: u64) -> Result<(usize, u64)> {
     Ok((range, index - start))
 }
 
-impl<D> ConcatDataset<D> {
+impl<D: Dataset> ConcatDataset<D> {
+    /// Returns an order that mixes the data sets in proportion to their weights, for
+    /// [`LoaderBuilder::sampler`](crate::LoaderBuilder::sampler).
+    ///
+    /// The samples of each are shuffled with `seed`. Samples that do not fill a round of all ranks are
+    /// dropped. The weights hold for all ranks together, not for each. For other orders, use [`DistributedSampler::mixture`], which this calls.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`] unless there is one weight per data set, and [`Error::Sampler`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use core_types::{Epoch, Seed};
+    /// use data_loader::{DataLoader, SampleBatch, concat};
+    /// use dist_sampler::MixtureEnd;
+    ///
+    /// let data = concat([vec!['a'; 90], vec!['b'; 10]]);
+    /// let mixture = data.mixture(&[3, 1], MixtureEnd::Repeat { len: 100 }, Seed::new(7))?;
+    /// let mut loader = DataLoader::builder(data)
+    ///     .sampler(mixture.with_weights_from(40, &[1, 1])?)
+    ///     .batch_size(20)
+    ///     .collate(|letters: SampleBatch<char>| Ok(letters.items))?;
+    /// loader.set_epoch(Epoch::ZERO)?;
+    /// let first = loader.next().expect("an epoch has a batch")?;
+    /// assert_eq!(first.iter().filter(|&&letter| letter == 'b').count(), 5);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn mixture(
+        &self,
+        weights: &[u64],
+        end: MixtureEnd,
+        seed: Seed,
+    ) -> Result<DistributedSampler> {
+        if weights.len() != self.datasets.len() {
+            let expected = "the number of data sets";
+            return Err(Error::setting("the number of weights", &weights.len(), expected));
+        }
+        let parts = self.datasets.iter().zip(weights);
+        let parts: Vec<_> =
+            parts.map(|(data, &weight)| MixturePart::new(data.len(), weight)).collect();
+        let config = SamplerConfig::default().with_seed(seed).with_tail(Tail::Drop);
+        Ok(DistributedSampler::mixture(&parts, end, Placement::SINGLE, config)?)
+    }
+
     /// Returns the indices in each data set, without those that are out of range.
     fn per_dataset(&self, indices: &[u64]) -> Vec<Vec<u64>> {
         let mut per_dataset = vec![Vec::new(); self.datasets.len()];

@@ -70,11 +70,14 @@ impl<I> SampleBatch<I> {
             batch.indices = positions.collect();
             return Ok(batch);
         }
-        #[expect(clippy::cast_possible_truncation, reason = "positions of items in memory")]
-        let mut batch =
-            Batch::from_indices(positions, |position| length_of(&self.items[position as usize]))?;
+        let mut batch = Batch::from_indices(positions, |position| length_of(self.item(position)))?;
         batch.rows = self.batch.rows;
         Ok(batch)
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "positions of items in memory")]
+    pub(crate) fn item(&self, position: u64) -> &I {
+        &self.items[position as usize]
     }
 }
 

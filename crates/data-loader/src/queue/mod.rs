@@ -127,11 +127,3 @@ where
         (least.saturating_add(n_pending), most.and_then(|most| most.checked_add(n_pending)))
     }
 }
-
-impl<I, F, T> ExactSizeIterator for PrefetchIter<I, F, T>
-where
-    I: ExactSizeIterator<Item: Send + 'static>,
-    F: Fn(I::Item) -> T + Send + Sync + 'static,
-    T: Send + 'static,
-{
-}

@@ -119,16 +119,11 @@ pub(crate) struct FileReader<'a> {
 
 impl Read for FileReader<'_> {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        let n_read = read_at(self.file, bytes, self.position)?;
+        #[cfg(unix)]
+        let n_read = std::os::unix::fs::FileExt::read_at(self.file, bytes, self.position)?;
+        #[cfg(windows)]
+        let n_read = std::os::windows::fs::FileExt::seek_read(self.file, bytes, self.position)?;
         self.position += n_read as u64;
         Ok(n_read)
     }
-}
-
-/// Reads at a position, without the file's own position.
-fn read_at(file: &File, bytes: &mut [u8], position: u64) -> io::Result<usize> {
-    #[cfg(unix)]
-    return std::os::unix::fs::FileExt::read_at(file, bytes, position);
-    #[cfg(windows)]
-    return std::os::windows::fs::FileExt::seek_read(file, bytes, position);
 }

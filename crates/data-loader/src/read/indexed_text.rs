@@ -1,7 +1,7 @@
 //! A text file with the places of its samples.
 
 use std::{
-    io::{self, Read},
+    io::{self, BufReader, Read},
     path::{Path, PathBuf},
 };
 
@@ -69,27 +69,14 @@ impl IndexedText {
         let n_blank_lines = count_newlines(&sample.bytes[..n_blank]);
         let known = sample.place.known_position;
         let gap = file.reader_at(known).take(sample.place.bytes.start - known);
-        match count_lines(gap) {
+        let newlines = BufReader::new(gap).bytes().map(|byte| Ok(u64::from(byte? == b'\n')));
+        match newlines.sum::<io::Result<u64>>() {
             Ok(n_lines) => Error::Line {
                 path: self.path.clone(),
                 line: sample.place.lines_before_known + n_lines + n_blank_lines + 1,
                 source: source.into(),
             },
             Err(error) => Error::io(&self.path)(error),
-        }
-    }
-}
-
-fn count_lines(mut source: impl Read) -> io::Result<u64> {
-    const BUFFER_BYTES: usize = 1 << 16;
-    let mut buffer = vec![0; BUFFER_BYTES];
-    let mut n_lines = 0;
-    loop {
-        match source.read(&mut buffer) {
-            Ok(0) => return Ok(n_lines),
-            Ok(n) => n_lines += count_newlines(&buffer[..n]),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
         }
     }
 }

@@ -2,7 +2,6 @@
 
 use std::{
     collections::VecDeque,
-    fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -11,6 +10,7 @@ use std::{
 /// There are two kinds of locks. The lock of all entries is held for a look-up only. The lock of an
 /// entry is held while one thread opens it, and other threads that need it wait. No thread locks
 /// an entry while it holds the lock of all.
+#[derive(Debug)]
 pub(crate) struct OpenCache<T> {
     capacity: usize,
     /// Ordered by their last use.
@@ -60,11 +60,5 @@ impl<T> OpenCache<T> {
         // Closing may take long, so it happens without the lock.
         drop(removed);
         entry
-    }
-}
-
-impl<T> fmt::Debug for OpenCache<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("OpenCache").field("capacity", &self.capacity).finish_non_exhaustive()
     }
 }

@@ -23,7 +23,7 @@ fn prefetch_equals_map() {
         for depth in 1..5 {
             for n in 0..12 {
                 let results = prefetch(0..n).threads(threads).depth(depth).map(work).unwrap();
-                assert_eq!(results.len(), n);
+                assert_eq!(results.size_hint(), (n, Some(n)));
                 let expected: Vec<usize> = (0..n).map(work).collect();
                 assert_eq!(results.collect::<Vec<_>>(), expected, "{threads} threads, {depth}");
             }

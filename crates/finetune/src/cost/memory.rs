@@ -24,11 +24,11 @@ pub struct MemoryPrediction {
 }
 
 impl MemoryPrediction {
-    /// The error that limits allow for, in percent of the prediction. Of 724 random dry runs of up to four
+    /// The error that limits allow for, in percent of the prediction. Of 844 random dry runs of up to four
     /// layers (two cores of an AMD EPYC), the peaks were 0.46 to
-    /// 1.26 of the prediction. `predicted_memory_bounds_the_peak` in the tests of the command line
+    /// 1.27 of the prediction. `predicted_memory_bounds_the_peak` in the tests of the command line
     /// measures it.
-    const LARGEST_ERROR_PERCENT: u64 = 26;
+    const LARGEST_ERROR_PERCENT: u64 = 27;
 
     /// Returns the sum of all terms.
     pub fn total(&self) -> u64 {
@@ -415,7 +415,7 @@ mod tests {
     #[test]
     fn known_error_is_added_to_the_bound() {
         let predicted = |bytes| MemoryPrediction { terms: vec![("a", bytes), ("b", 100)] };
-        assert_eq!(predicted(900).upper_bound(), 1260);
+        assert_eq!(predicted(900).upper_bound(), 1270);
         assert_eq!(predicted(u64::MAX).upper_bound(), u64::MAX);
     }
 
