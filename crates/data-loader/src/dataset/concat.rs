@@ -89,7 +89,7 @@ impl<D: Dataset> ConcatDataset<D> {
         seed: Seed,
     ) -> Result<DistributedSampler> {
         if weights.len() != self.datasets.len() {
-            let expected = "the number of data sets";
+            let expected = "one per data set";
             return Err(Error::setting("the number of weights", &weights.len(), expected));
         }
         let parts = self.datasets.iter().zip(weights);

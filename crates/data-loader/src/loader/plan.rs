@@ -228,8 +228,7 @@ impl BatchPlan for DynamicPlan {
             return Err(kind_mismatch(FIXED, DYNAMIC));
         };
         if weights.is_some() {
-            let expected =
-                "unset for batches planned by lengths, which take weights only with an epoch";
+            let expected = "unset unless batches have a fixed size, `batch_size`";
             return Err(Error::setting("`weights`", "set", expected));
         }
         let mut order = self.order.clone();

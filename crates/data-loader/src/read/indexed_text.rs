@@ -20,6 +20,8 @@ pub(crate) struct IndexedText {
     path: PathBuf,
     stamp: FileStamp,
     edge_hash: u64,
+    /// Whether the last line has an end.
+    ended: bool,
     pub(crate) index: LineIndex,
 }
 
@@ -34,12 +36,19 @@ impl IndexedText {
     pub(crate) fn open(path: &Path, rule: SplitRule, place: &IndexPlace) -> Result<Self> {
         let file = DataFile::open(path)?;
         let index = LineIndex::open(&file, rule, place)?;
-        Ok(Self { path: path.into(), stamp: file.stamp, edge_hash: file.edge_hash()?, index })
+        let ended = file.read(file.len().saturating_sub(1)..file.len())? == b"\n";
+        let edge_hash = file.edge_hash()?;
+        Ok(Self { path: path.into(), stamp: file.stamp, edge_hash, ended, index })
     }
 
     /// Opens the file, which must not have changed.
     pub(crate) fn reopen(&self) -> Result<DataFile> {
         DataFile::reopen(&self.path, self.stamp)
+    }
+
+    /// Returns true if a line that ends here ends in `\n`.
+    pub(crate) fn is_line_end(&self, position: u64) -> bool {
+        position < self.stamp.n_bytes || self.ended
     }
 
     /// Returns numbers that tell this content from another's.

@@ -189,13 +189,12 @@ impl LineIndex {
     fn read_block(&self, number: u64) -> Result<IndexBlock> {
         #[expect(clippy::expect_used, reason = "only a kept index has empty blocks")]
         let kept = self.kept.as_ref().expect("blocks in memory are never empty");
-        let path = &kept.path;
         let first = number * BLOCK_SAMPLES as u64;
         let n_samples = (self.n_samples - first).min(BLOCK_SAMPLES as u64);
         let start = HEADER_BYTES as u64 + number * block_bytes(BLOCK_SAMPLES as u64);
-        let bytes = DataFile::open(path)?.read(start..start + block_bytes(n_samples))?;
+        let bytes = DataFile::open(&kept.path)?.read(start..start + block_bytes(n_samples))?;
         IndexBlock::decode(&bytes, kept.header_checksum, number, self.n_text_bytes)
-            .ok_or_else(|| Error::CorruptIndex { path: path.clone(), block: number })
+            .ok_or_else(|| Error::CorruptIndex { path: kept.path.clone(), block: number })
     }
 }
 
@@ -209,10 +208,8 @@ fn block_bytes(n_samples: u64) -> u64 {
 fn index_bytes(n_samples: u64) -> Option<u64> {
     let n_full = n_samples / BLOCK_SAMPLES as u64;
     let full = n_full.checked_mul(block_bytes(BLOCK_SAMPLES as u64))?;
-    let rest = match n_samples % BLOCK_SAMPLES as u64 {
-        0 => 0,
-        n_rest => block_bytes(n_rest),
-    };
+    let n_rest = n_samples % BLOCK_SAMPLES as u64;
+    let rest = if n_rest == 0 { 0 } else { block_bytes(n_rest) };
     full.checked_add(rest)?.checked_add(HEADER_BYTES as u64)
 }
 

@@ -73,8 +73,9 @@ impl TextConfig {
 /// line indexes. Line ends become `\n`, and a byte order mark is removed. A sample that is not
 /// UTF-8 is an error when it is read. Clones share the files.
 ///
-/// The lengths for a batcher are bytes in the file with the separators, so no text is read for
-/// them. A length is at least the number of bytes of the text.
+/// The lengths for a batcher are bytes in the file, so no text is read for them. Of a line they are
+/// those without `\n`. Of other units, and of cut lines, separators count. A length is at least the
+/// number of bytes of the text.
 ///
 /// # Complexity
 ///
@@ -99,7 +100,7 @@ impl TextConfig {
 /// ```
 #[derive(Clone, Debug)]
 pub struct TextDataset {
-    unit: TextUnit,
+    rule: SplitRule,
     texts: Arc<[IndexedText]>,
     /// End of the samples of each file.
     ends: Arc<[u64]>,
@@ -141,7 +142,7 @@ impl TextDataset {
         let texts = texts.collect::<Result<Arc<[_]>>>()?;
         let ends = ends_of(texts.iter().map(|text| text.index.len())).into();
         let open_files = Arc::new(OpenCache::new(MAX_OPEN_FILES));
-        Ok(Self { unit: config.unit, texts, ends, open_files })
+        Ok(Self { rule, texts, ends, open_files })
     }
 
     /// Reads a sample, for callers that check later that its file is unchanged.
@@ -163,7 +164,7 @@ impl TextDataset {
 
     /// Removes separators and converts line ends.
     fn clean(&self, text: &str) -> String {
-        match self.unit {
+        match self.rule.unit {
             TextUnit::Line => {
                 let line = text.strip_suffix('\n');
                 line.map_or(text, |line| line.strip_suffix('\r').unwrap_or(line)).to_owned()
@@ -172,7 +173,7 @@ impl TextDataset {
                 let text = text.replace("\r\n", "\n");
                 // Skipped paragraphs of white space may come before. A piece may be blank itself.
                 let text = text.trim_end_matches('\n');
-                let nonblank = text.split("\n\n").find(|text| !is_blank(text));
+                let nonblank = text.split("\n\n").find(|text| !text.trim_ascii().is_empty());
                 let paragraph = nonblank.or_else(|| text.rsplit("\n\n").next()).unwrap_or(text);
                 paragraph.trim_matches('\n').to_owned()
             }
@@ -203,10 +204,6 @@ fn list_files(path: &Path) -> Result<Vec<PathBuf>> {
     }
     files.sort();
     Ok(files)
-}
-
-fn is_blank(text: &str) -> bool {
-    text.bytes().all(|byte| byte.is_ascii_whitespace())
 }
 
 impl Dataset for TextDataset {
@@ -247,7 +244,9 @@ impl SequenceLengths for TextDataset {
 
     fn length(&self, index: u64) -> Option<u64> {
         let (number, index) = locate(&self.ends, index).ok()?;
-        let place = self.texts[number].index.place(index).ok()?;
-        Some(place.bytes.end - place.bytes.start)
+        let text = &self.texts[number];
+        let bytes = text.index.place(index).ok()?.bytes;
+        let is_whole_line = self.rule.unit == TextUnit::Line && self.rule.max_bytes.is_none();
+        Some(bytes.end - bytes.start - u64::from(is_whole_line && text.is_line_end(bytes.end)))
     }
 }

@@ -500,3 +500,14 @@ fn random_changes_do_not_depend_on_workers() {
     // The streams of nested changes differ, or they would cancel each other.
     assert!(batches(0, 1).concat().iter().all(|n| *n > 60));
 }
+
+#[test]
+fn mixtures_need_a_weight_for_each_data_set() {
+    let data = concat([vec![0_u8; 3], vec![1; 5]]);
+    let mixture = |weights: &[u64]| data.mixture(weights, MixtureEnd::FirstExhausted, Seed::new(1));
+    assert_eq!(mixture(&[1, 2]).unwrap().data_set_len(), 8);
+    for weights in [&[1][..], &[1, 2, 3]] {
+        assert!(matches!(mixture(weights), Err(Error::Setting { .. })), "{weights:?}");
+    }
+    assert!(matches!(mixture(&[0, 0]), Err(Error::Sampler(_))));
+}
