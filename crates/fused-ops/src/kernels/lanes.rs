@@ -1,8 +1,13 @@
 //! Sums and maxima over fixed lanes.
 //!
-//! Element i belongs to lane i mod [`LANES`]; the lanes are then added pairwise. So the order of
+//! Element i belongs to lane i modulo their number; the lanes are then added pairwise. So the order of
 //! the additions, and with it the bits of a sum, depends on the length alone, not on the width of
 //! the processor's vectors.
+//!
+//! The lanes of a sum are an array that is replaced as a whole. The compiler does not vectorize
+//! some loops that add to one lane after the other.
+
+use std::array;
 
 use super::float::Float;
 
@@ -10,15 +15,16 @@ use super::float::Float;
 /// each other.
 const LANES: usize = 32;
 
+/// The number of lanes of each of several products.
+const PRODUCT_LANES: usize = 16;
+
 /// Returns the sum of `f` over a slice.
 #[inline(always)]
 pub(crate) fn sum1<T: Float>(x: &[T], f: impl Fn(T) -> T) -> T {
     let mut lanes = [T::ZERO; LANES];
     let (chunks, rest) = x.as_chunks::<LANES>();
-    for chunk in chunks {
-        for (lane, &x) in lanes.iter_mut().zip(chunk) {
-            *lane += f(x);
-        }
+    for x in chunks {
+        lanes = array::from_fn(|lane| lanes[lane] + f(x[lane]));
     }
     for (lane, &x) in lanes.iter_mut().zip(rest) {
         *lane += f(x);
@@ -32,9 +38,7 @@ pub(crate) fn sum2<T: Float>(x: &[T], y: &[T], f: impl Fn(T, T) -> T) -> T {
     let mut lanes = [T::ZERO; LANES];
     let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
     for (x, y) in x.iter().zip(y) {
-        for ((lane, &x), &y) in lanes.iter_mut().zip(x).zip(y) {
-            *lane += f(x, y);
-        }
+        lanes = array::from_fn(|lane| lanes[lane] + f(x[lane], y[lane]));
     }
     for ((lane, &x), &y) in lanes.iter_mut().zip(x_rest).zip(y_rest) {
         *lane += f(x, y);
@@ -49,14 +53,34 @@ pub(crate) fn sum3<T: Float>(x: &[T], y: &[T], z: &[T], f: impl Fn(T, T, T) -> T
     let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
     let (z, z_rest) = z.as_chunks::<LANES>();
     for ((x, y), z) in x.iter().zip(y).zip(z) {
-        for (((lane, &x), &y), &z) in lanes.iter_mut().zip(x).zip(y).zip(z) {
-            *lane += f(x, y, z);
-        }
+        lanes = array::from_fn(|lane| lanes[lane] + f(x[lane], y[lane], z[lane]));
     }
     for (((lane, &x), &y), &z) in lanes.iter_mut().zip(x_rest).zip(y_rest).zip(z_rest) {
         *lane += f(x, y, z);
     }
     fold(lanes, |a, b| a + b)
+}
+
+/// Returns the products of `x` with some rows of its length.
+///
+/// Each has [`PRODUCT_LANES`] lanes, fewer than a sum, so that those of four rows fit into registers.
+#[inline(always)]
+pub(crate) fn products<T: Float, const N: usize>(x: &[T], rows: [&[T]; N]) -> [T; N] {
+    let mut lanes = [[T::ZERO; PRODUCT_LANES]; N];
+    let (x, x_rest) = x.as_chunks::<PRODUCT_LANES>();
+    let rows = rows.map(|row| row.as_chunks::<PRODUCT_LANES>());
+    for (number, x) in x.iter().enumerate() {
+        for (lanes, (row, _)) in lanes.iter_mut().zip(&rows) {
+            let row = &row[number];
+            *lanes = array::from_fn(|lane| lanes[lane] + x[lane] * row[lane]);
+        }
+    }
+    for (lanes, (_, rest)) in lanes.iter_mut().zip(rows) {
+        for ((lane, &x), &item) in lanes.iter_mut().zip(x_rest).zip(rest) {
+            *lane += x * item;
+        }
+    }
+    lanes.map(|lanes| fold(lanes, |a, b| a + b))
 }
 
 /// Returns the largest number of a slice, ignoring NaN; −∞ if it is empty.
@@ -77,8 +101,8 @@ pub(crate) fn max<T: Float>(x: &[T]) -> T {
 
 /// Joins the upper half of the lanes with the lower half, repeatedly, until one lane is left.
 #[inline(always)]
-fn fold<T: Float>(mut lanes: [T; LANES], join: impl Fn(T, T) -> T) -> T {
-    let mut width = LANES / 2;
+fn fold<T: Float, const N: usize>(mut lanes: [T; N], join: impl Fn(T, T) -> T) -> T {
+    let mut width = N / 2;
     while width > 0 {
         for lane in 0..width {
             lanes[lane] = join(lanes[lane], lanes[lane + width]);
@@ -103,6 +127,9 @@ mod tests {
             assert_eq!(sum1(&x, |x| x + 1.0), naive(&|i| x[i] + 1.0));
             assert_eq!(sum2(&x, &y, |x, y| x * y), naive(&|i| x[i] * y[i]));
             assert_eq!(sum3(&x, &y, &x, |x, y, z| x * y - z), naive(&|i| x[i] * y[i] - x[i]));
+            let products_of = |n| naive(&|i| x[i] * y[i] * n);
+            let double: Vec<f32> = y.iter().map(|y| y * 2.0).collect();
+            assert_eq!(products(&x, [&y, &double]), [products_of(1.0), products_of(2.0)]);
             assert_eq!(max(&x), x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
         }
     }

@@ -3,11 +3,13 @@
 //! They read each row once and compute little with it. `gemm` packs its factors first, which takes
 //! longer than the product if the matrix has only a few rows.
 
+use std::array;
+
 use pulp::NullaryFnOnce;
 
 use crate::kernels::{
     float::Float,
-    lanes::sum2,
+    lanes::products,
     matmul::{MatrixView, ProductThreads, add_product_of_rows, product, product_of_rows},
     parallel::{block_of, map_chunks, rows_per_block},
     vectorized,
@@ -126,9 +128,15 @@ impl<T: Float> NullaryFnOnce for ReduceRows<'_, T> {
     #[inline(always)]
     fn call(self) {
         let rows = self.x.chunks_exact(self.width).zip(self.low.chunks_exact_mut(self.rank));
+        let (groups, single) = self.items.split_at(self.rank / GROUP * GROUP * self.width);
         for (x, low) in rows {
-            for (low, items) in low.iter_mut().zip(self.items.chunks_exact(self.width)) {
-                *low = sum2(x, items, |x, item| x * item);
+            let (low_groups, low_rest) = low.as_chunks_mut::<GROUP>();
+            let groups = groups.chunks_exact(GROUP * self.width);
+            for (low, group) in low_groups.iter_mut().zip(groups) {
+                *low = products(x, array::from_fn(|row| &group[row * self.width..][..self.width]));
+            }
+            for (low, item) in low_rest.iter_mut().zip(single.chunks_exact(self.width)) {
+                [*low] = products(x, [item]);
             }
         }
     }
