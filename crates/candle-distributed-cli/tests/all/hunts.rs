@@ -215,8 +215,9 @@ fn random_dry_run(draw: &mut RandomDraws, home: &ModelHome) -> Vec<String> {
     all.into_iter().map(str::to_owned).collect()
 }
 
-/// A dry run takes at most the memory that the limit compares, and at least 0.35 of it. Of 844 dry runs
-/// 142 took less than 0.6: small models, whose memory is mostly what the allocator retains.
+/// A dry run takes at most the memory that the limit compares, and at least 0.6 of it.
+///
+/// A long hunt fails: about one dry run in six takes less, 0.4 of it at least.
 #[cfg(target_os = "linux")]
 #[test]
 fn predicted_memory_bounds_the_peak() {
@@ -241,7 +242,7 @@ fn predicted_memory_bounds_the_peak() {
         let config = fs::read_to_string(home.at("new/config.json")).unwrap();
         let share = bytes(measured, measured_unit) / bytes(number, unit);
         println!("{share:.2} of {number} {unit}: {} {config}", args[6..].join(" "));
-        if !(0.35..=1.0).contains(&share) {
+        if !(0.6..=1.0).contains(&share) {
             wrong.push(format!("{share:.2}: {} {config}", args[6..].join(" ")));
         }
     }
