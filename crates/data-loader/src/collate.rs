@@ -81,8 +81,8 @@ impl<T: NpyElement + WithDType> SampleBatch<NumberArray<T>> {
     pub fn stack(&self, device: &Device) -> Result<Tensor> {
         let mut arrays = Vec::new();
         for array in &self.items {
-            arrays.push(Tensor::from_slice(&array.values, array.shape.as_slice(), device)?);
+            arrays.push(Tensor::from_slice(&array.values, array.shape.as_slice(), &Device::Cpu)?);
         }
-        Tensor::stack(&arrays, 0)
+        Tensor::stack(&arrays, 0)?.to_device(device) // one copy to the device
     }
 }

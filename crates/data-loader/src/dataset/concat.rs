@@ -58,7 +58,8 @@ impl<D: Dataset> ConcatDataset<D> {
     /// [`LoaderBuilder::sampler`](crate::LoaderBuilder::sampler).
     ///
     /// The samples of each are shuffled with `seed`. Samples that do not fill a round of all ranks are
-    /// dropped. The weights hold for all ranks together, not for each. For other orders, use [`DistributedSampler::mixture`], which this calls.
+    /// dropped. The weights hold for all ranks together, not for each. [`DistributedSampler::mixture`] has
+    /// other orders and tails.
     ///
     /// # Errors
     ///

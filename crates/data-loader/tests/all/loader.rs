@@ -505,7 +505,15 @@ fn random_changes_do_not_depend_on_workers() {
 fn mixtures_need_a_weight_for_each_data_set() {
     let data = concat([vec![0_u8; 3], vec![1; 5]]);
     let mixture = |weights: &[u64]| data.mixture(weights, MixtureEnd::FirstExhausted, Seed::new(1));
-    assert_eq!(mixture(&[1, 2]).unwrap().data_set_len(), 8);
+    let found = mixture(&[1, 2]).unwrap();
+    let parts = [MixturePart::new(3, 1), MixturePart::new(5, 2)];
+    let config = SamplerConfig::default().with_seed(Seed::new(1)).with_tail(Tail::Drop);
+    let end = MixtureEnd::FirstExhausted;
+    let expected = DistributedSampler::mixture(&parts, end, Placement::SINGLE, config).unwrap();
+    assert!(found.iter().eq(expected.iter()));
+    let lens = (0..5)
+        .map(|rank| found.clone().with_placement(Placement::new(rank, 5).unwrap()).unwrap().len());
+    assert!(lens.eq([expected.len() / 5; 5]), "{} of all ranks", expected.len());
     for weights in [&[1][..], &[1, 2, 3]] {
         assert!(matches!(mixture(weights), Err(Error::Setting { .. })), "{weights:?}");
     }
