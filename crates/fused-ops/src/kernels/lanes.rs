@@ -15,7 +15,7 @@ use super::float::Float;
 /// each other.
 const LANES: usize = 32;
 
-/// The number of lanes of each of several products.
+/// The number of lanes of each of several dot products.
 const PRODUCT_LANES: usize = 16;
 
 /// Returns the sum of `f` over a slice.
@@ -61,11 +61,11 @@ pub(crate) fn sum3<T: Float>(x: &[T], y: &[T], z: &[T], f: impl Fn(T, T, T) -> T
     fold(lanes, |a, b| a + b)
 }
 
-/// Returns the products of `x` with some rows of its length.
+/// Returns the dot products of `x` with some rows of its length.
 ///
 /// Each has [`PRODUCT_LANES`] lanes, fewer than a sum, so that those of four rows fit into registers.
 #[inline(always)]
-pub(crate) fn products<T: Float, const N: usize>(x: &[T], rows: [&[T]; N]) -> [T; N] {
+pub(crate) fn dot_products<T: Float, const N: usize>(x: &[T], rows: [&[T]; N]) -> [T; N] {
     let mut lanes = [[T::ZERO; PRODUCT_LANES]; N];
     let (x, x_rest) = x.as_chunks::<PRODUCT_LANES>();
     let rows = rows.map(|row| row.as_chunks::<PRODUCT_LANES>());
@@ -129,7 +129,7 @@ mod tests {
             assert_eq!(sum3(&x, &y, &x, |x, y, z| x * y - z), naive(&|i| x[i] * y[i] - x[i]));
             let products_of = |n| naive(&|i| x[i] * y[i] * n);
             let double: Vec<f32> = y.iter().map(|y| y * 2.0).collect();
-            assert_eq!(products(&x, [&y, &double]), [products_of(1.0), products_of(2.0)]);
+            assert_eq!(dot_products(&x, [&y, &double]), [products_of(1.0), products_of(2.0)]);
             assert_eq!(max(&x), x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
         }
     }

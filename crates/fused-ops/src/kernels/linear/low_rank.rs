@@ -9,7 +9,7 @@ use pulp::NullaryFnOnce;
 
 use crate::kernels::{
     float::Float,
-    lanes::products,
+    lanes::dot_products,
     matmul::{MatrixView, ProductThreads, add_product_of_rows, product, product_of_rows},
     parallel::{block_of, map_chunks, rows_per_block},
     vectorized,
@@ -133,10 +133,11 @@ impl<T: Float> NullaryFnOnce for ReduceRows<'_, T> {
             let (low_groups, low_rest) = low.as_chunks_mut::<GROUP>();
             let groups = groups.chunks_exact(GROUP * self.width);
             for (low, group) in low_groups.iter_mut().zip(groups) {
-                *low = products(x, array::from_fn(|row| &group[row * self.width..][..self.width]));
+                *low =
+                    dot_products(x, array::from_fn(|row| &group[row * self.width..][..self.width]));
             }
             for (low, item) in low_rest.iter_mut().zip(single.chunks_exact(self.width)) {
-                [*low] = products(x, [item]);
+                [*low] = dot_products(x, [item]);
             }
         }
     }
