@@ -1,17 +1,20 @@
 //! Packed cells: rows within their limits, of almost equal cost.
 //!
-//! Balancing sums under limits is hard (it contains bin packing), so the planner tries rules from the
-//! fastest to the slowest, keeps the rows whose micro-steps take the least time, and improves them by
-//! exchanges between rows. It stops at a rule that is within 1/16384 of the mean:
+//! Balancing sums under limits is hard (it contains bin packing), so the planner tries several
+//! arrangements, keeps the one whose micro-steps take the least time, and improves it by exchanges
+//! between rows. Every arrangement fills some micro-steps up to a *level*, and spreads the other
+//! sequences over the other rows; the first arrangement spreads all.
 //!
-//! 1. *Least cost first*: the longest sequences first, each into the row of least cost that has space
-//!    (Graham's rule, as in TRL). It fails if rows are almost full.
-//! 2. *Levels*: if the longest sequence costs more than a mean row, one micro-step at a time, each up
-//!    to the cost of the longest remaining sequence. Then the shortest sequences, which cost little,
-//!    fill the rows of the micro-step until the others have space for the rest.
-//! 3. *Least share first*: like 1, by the larger of a row's share of tokens and its share of cost.
-//! 4. *Best fit*, with its costliest rows split while there are too few. It never fails if the
-//!    sequences fit, and every rule makes exactly as many rows as the grid has cells.
+//! - The level of a micro-step is a multiple of the cost of the longest remaining sequence, at least the
+//!   mean cost of the remaining rows. So few long sequences make few micro-steps slow, and rows of two
+//!   long sequences are not in one micro-step with rows of one. Then the shortest sequences, which cost
+//!   little, fill the rows of the micro-step until the other rows have space for the rest.
+//! - Sequences are spread from the longest, each to the row of least cost that has space (Graham's
+//!   rule, as in TRL). If rows are too full for that, each goes to the row with the least share, of
+//!   tokens or of cost. If that fails too, best fit places them, and its costliest rows are split while
+//!   there are too few. This never fails if best fit needs no more rows than the grid has cells.
+//!
+//! The planner stops at an arrangement within 1/16384 of the mean.
 
 use std::{cmp::Reverse, collections::BTreeSet};
 
@@ -56,8 +59,10 @@ impl Row {
     }
 
     fn insert(&mut self, item: Item) {
+        let key = (item.cost, item.space.length);
+        let place = self.items.partition_point(|other| (other.cost, other.space.length) >= key);
         self.push(item);
-        self.items.sort_by_key(|item| Reverse((item.cost, item.space.length)));
+        self.items[place..].rotate_right(1);
     }
 }
 
@@ -89,28 +94,69 @@ pub(super) fn balance_rows(
     n_cells: usize,
     n_ranks: usize,
 ) -> Option<Vec<GridCell>> {
-    let mean_time = total_cost(items).div_ceil(n_ranks as u128);
-    let rules: [&dyn Fn() -> Option<Vec<Row>>; 4] = [
-        &|| spread_all(items, limits, n_cells, |row| row.cost),
-        &|| fill_levels(items, limits, n_cells, n_ranks),
-        &|| least_share_first(items, limits, n_cells),
-        &|| split_to(best_fit(items, limits), limits, n_cells),
-    ];
-    let mut best: Option<(u128, Vec<Row>)> = None;
-    for rule in rules {
-        let Some(mut rows) = rule() else { continue };
-        rows.sort_by_key(|row| Reverse(row.cost));
-        let time = rows.chunks(n_ranks).map(largest_cost).sum();
-        if best.as_ref().is_none_or(|&(least, _)| time < least) {
-            best = Some((time, rows));
-        }
-        if best.as_ref().is_some_and(|&(least, _)| least - mean_time <= mean_time >> 14) {
+    let mut search = Search::new(items, n_ranks);
+    let mut filled: Vec<Row> = Vec::with_capacity(n_cells);
+    let mut left = items.to_vec();
+    // Later rows may be filled up to half of the space that rows have on average.
+    let mean_tokens = total_tokens(items) / n_cells as u128;
+    let row_tokens = mean_tokens.midpoint(u128::from(limits.empty_row().tokens));
+    loop {
+        let n_left = n_cells - filled.len();
+        search.offer(&filled, spread(&left, limits, n_left));
+        if search.is_done() || n_left <= n_ranks {
             break;
         }
+        let Some(longest) = left.first() else { break };
+        let largest = u128::from(longest.cost).max(1);
+        let mean = total_cost(&left) / n_left as u128;
+        let level = largest * mean.div_ceil(largest).max(1);
+        let n_later = n_left - n_ranks;
+        let mut micro_step = fill_level(&mut left, limits, level, n_ranks, n_later);
+        top_up(&mut micro_step, &mut left, row_tokens * n_later as u128, n_later);
+        filled.extend(micro_step);
     }
-    let (_, mut rows) = best?;
+    let mut rows = search.rows?;
     improve(&mut rows, n_ranks);
     Some(rows.into_iter().map(to_cell).collect())
+}
+
+/// The best rows so far.
+#[derive(Debug)]
+struct Search {
+    /// Rows by falling cost.
+    rows: Option<Vec<Row>>,
+    /// Sum of the largest costs of their micro-steps.
+    time: u128,
+    /// The least time of any rows.
+    mean_time: u128,
+    n_ranks: usize,
+}
+
+impl Search {
+    fn new(items: &[Item], n_ranks: usize) -> Self {
+        let mean_time = total_cost(items).div_ceil(n_ranks as u128);
+        Self { rows: None, time: u128::MAX, mean_time, n_ranks }
+    }
+
+    /// Keeps the rows `filled` and `rest` if their micro-steps take less time.
+    fn offer(&mut self, filled: &[Row], rest: Option<Vec<Row>>) {
+        let Some(rest) = rest else { return };
+        let mut costs: Vec<u128> = filled.iter().chain(&rest).map(|row| row.cost).collect();
+        costs.sort_unstable_by_key(|&cost| Reverse(cost));
+        let time = costs.iter().step_by(self.n_ranks).sum();
+        if time < self.time {
+            let mut rows = filled.to_vec();
+            rows.extend(rest);
+            rows.sort_by_key(|row| Reverse(row.cost));
+            self.rows = Some(rows);
+            self.time = time;
+        }
+    }
+
+    /// Returns true if no other rows are much better.
+    fn is_done(&self) -> bool {
+        self.time - self.mean_time <= self.mean_time >> 14
+    }
 }
 
 fn to_cell(mut row: Row) -> GridCell {
@@ -126,6 +172,13 @@ fn empty_rows(limits: &BatchLimits, count: usize) -> Vec<Row> {
     vec![Row::empty(limits.empty_row()); count]
 }
 
+/// Puts all items into `n_rows` rows by the first rule that finds space for them.
+fn spread(items: &[Item], limits: &BatchLimits, n_rows: usize) -> Option<Vec<Row>> {
+    spread_all(items, limits, n_rows, |row| row.cost)
+        .or_else(|| least_share_first(items, limits, n_rows))
+        .or_else(|| split_to(best_fit(items, limits), limits, n_rows))
+}
+
 /// Puts each item into the row with space that has the least `key`, first into empty rows. Returns
 /// `None` if an item does not fit.
 fn spread_all(
@@ -135,9 +188,18 @@ fn spread_all(
     key: impl Fn(&Row) -> u128,
 ) -> Option<Vec<Row>> {
     let mut rows = empty_rows(limits, n_rows);
+    // The key and the number of items of each row, ascending.
+    let mut order: Vec<(u128, usize, usize)> = (0..n_rows).map(|row| (0, 0, row)).collect();
     for &item in items {
-        let wide_enough = rows.iter_mut().filter(|row| row.space.holds(item.space));
-        wide_enough.min_by_key(|row| (key(row), row.items.len()))?.push(item);
+        let place = order.iter().position(|&(_, _, row)| rows[row].space.holds(item.space))?;
+        let (_, _, found) = order[place];
+        let row = &mut rows[found];
+        row.push(item);
+        let entry = (key(row), row.items.len(), found);
+        // Keys never fall, so the row moves towards the end.
+        let end = place + order[place + 1..].partition_point(|other| *other < entry);
+        order.copy_within(place + 1..=end, place);
+        order[end] = entry;
     }
     Some(rows)
 }
@@ -151,35 +213,6 @@ fn least_share_first(items: &[Item], limits: &BatchLimits, n_rows: usize) -> Opt
         let tokens = u128::from(row_tokens - row.space.tokens);
         row.cost.saturating_mul(total_tokens).max(tokens.saturating_mul(total_cost))
     })
-}
-
-/// Fills one micro-step after the other while the longest item costs more than a mean row.
-fn fill_levels(
-    items: &[Item],
-    limits: &BatchLimits,
-    n_cells: usize,
-    n_ranks: usize,
-) -> Option<Vec<Row>> {
-    let mut rows = Vec::with_capacity(n_cells);
-    let mut left = items.to_vec();
-    // Later rows may be filled up to half of the space that rows have on average.
-    let mean_tokens = total_tokens(items) / n_cells as u128;
-    let row_tokens = mean_tokens.midpoint(u128::from(limits.empty_row().tokens));
-    while rows.len() + n_ranks < n_cells {
-        let n_left = n_cells - rows.len();
-        let n_later = n_left - n_ranks;
-        let level = u128::from(left.iter().map(|item| item.cost).max()?);
-        if level <= total_cost(&left) / n_left as u128 {
-            break;
-        }
-        let mut filled = fill_level(&mut left, limits, level, n_ranks, n_later);
-        top_up(&mut filled, &mut left, row_tokens * n_later as u128, n_later);
-        rows.extend(filled);
-    }
-    let n_left = n_cells - rows.len();
-    let rest = spread_all(&left, limits, n_left, |row| row.cost);
-    rows.extend(rest.or_else(|| least_share_first(&left, limits, n_left))?);
-    Some(rows)
 }
 
 fn total_tokens(items: &[Item]) -> u128 {
@@ -288,23 +321,13 @@ struct Exchange {
 /// if the row became cheaper.
 fn improve_once(rows: &mut [Row], start: usize, n_ranks: usize) -> bool {
     let micro_step = start..start + n_ranks;
-    let Some(costliest) = micro_step.clone().rev().max_by_key(|&row| rows[row].cost) else {
+    let Some(costliest) = micro_step.rev().max_by_key(|&row| rows[row].cost) else {
         return false;
     };
-    let from = &rows[costliest];
-    let others = micro_step.clone().filter(|&row| row != costliest);
-    let exchanges = others.filter_map(|other| best_exchange(from, &rows[other], other, None));
-    let mut best = exchanges.min().filter(|exchange| exchange.larger < from.cost);
-    if best.is_none() {
-        let elsewhere = (0..rows.len()).filter(|row| !micro_step.contains(row));
-        let exchanges = elsewhere.filter_map(|other| {
-            let other_start = other - other % n_ranks;
-            let largest = largest_cost(&rows[other_start..other_start + n_ranks]);
-            best_exchange(from, &rows[other], other, Some(largest - rows[other].cost))
-        });
-        best = exchanges.min();
-    }
-    let Some(best) = best else { return false };
+    let inside = best_inside(rows, costliest, start, n_ranks);
+    let Some(best) = inside.or_else(|| best_outside(rows, costliest, start, n_ranks)) else {
+        return false;
+    };
     let taken = best.take.map(|take| rows[best.other].remove(take));
     let given = rows[costliest].remove(best.give);
     rows[best.other].insert(given);
@@ -314,29 +337,73 @@ fn improve_once(rows: &mut [Row], start: usize, n_ranks: usize) -> bool {
     true
 }
 
+/// Differences of cost below this are not worth an exchange.
+fn negligible(cost: u128) -> u128 {
+    cost >> 16
+}
+
+/// Returns the best exchange of the costliest row with a row of its own micro-step.
+fn best_inside(rows: &[Row], costliest: usize, start: usize, n_ranks: usize) -> Option<Exchange> {
+    let from = &rows[costliest];
+    let mut best: Option<Exchange> = None;
+    for (other, to) in rows.iter().enumerate().skip(start).take(n_ranks) {
+        let gap = from.cost - to.cost;
+        let is_promising = best.is_none_or(|best| from.cost - gap / 2 < best.larger);
+        if gap > negligible(from.cost) && is_promising {
+            best = best.into_iter().chain(best_exchange(from, to, other, None)).min();
+        }
+    }
+    best.filter(|exchange| exchange.larger < from.cost)
+}
+
+/// Returns the best exchange of the costliest row with a row of another micro-step.
+fn best_outside(rows: &[Row], costliest: usize, start: usize, n_ranks: usize) -> Option<Exchange> {
+    let from = &rows[costliest];
+    let mut best: Option<Exchange> = None;
+    for (step, micro_step) in rows.chunks(n_ranks).enumerate() {
+        let first = step * n_ranks;
+        let largest = largest_cost(micro_step);
+        for (nth, to) in micro_step.iter().enumerate().filter(|_| first != start) {
+            let slack = largest - to.cost;
+            let least = from.cost.saturating_sub(slack);
+            let is_promising = best.is_none_or(|best| least < best.larger);
+            if slack > negligible(from.cost) && is_promising {
+                let found = best_exchange(from, to, first + nth, Some(slack));
+                best = best.into_iter().chain(found).min();
+            }
+        }
+    }
+    best
+}
+
 /// Returns the allowed exchange that makes the costlier of both rows cheapest; with `slack`, the exchange
 /// that makes `from` cheapest and adds at most this cost to `to`.
 fn best_exchange(from: &Row, to: &Row, other: usize, slack: Option<u128>) -> Option<Exchange> {
     // Half of the gap should move, or all of the slack.
     let room = slack.unwrap_or_else(|| (from.cost - to.cost) / 2);
+    let room = u64::try_from(room).unwrap_or(u64::MAX);
     let mut best: Option<Exchange> = None;
+    // Costs fall along both rows, so the partner of a cheaper item is never before.
+    let mut next = 0;
     for (give, given) in from.items.iter().enumerate() {
-        let wanted = u128::from(given.cost).saturating_sub(room);
-        let next = to.items.partition_point(|item| u128::from(item.cost) > wanted);
+        let wanted = given.cost.saturating_sub(room);
+        next += to.items[next..].iter().take_while(|item| item.cost > wanted).count();
         let nearest = [next.checked_sub(1), (next < to.items.len()).then_some(next)];
         let nearest = nearest.into_iter().flatten().map(Some);
         let nothing = (from.items.len() > 1).then_some(None);
         for take in nearest.chain(nothing) {
             let taken = take.map(|take| to.items[take]);
             let moved = given.cost.saturating_sub(taken.map_or(0, |taken| taken.cost));
+            if moved == 0 || slack.is_some() && moved > room {
+                continue;
+            }
             let moved = u128::from(moved);
             let larger = match slack {
-                Some(slack) if moved > slack => continue,
                 Some(_) => from.cost - moved,
                 None => (from.cost - moved).max(to.cost + moved),
             };
             let exchange = Exchange { larger, other, give, take };
-            let is_better = moved > 0 && best.is_none_or(|best| exchange < best);
+            let is_better = best.is_none_or(|best| exchange < best);
             if is_better && is_allowed(from, to, given, taken) {
                 best = Some(exchange);
             }
@@ -422,6 +489,21 @@ mod tests {
         let costs: Vec<u64> = cells.iter().map(|cell| cell.cost).collect();
         let time = costs[0].max(costs[1]) + costs[2].max(costs[3]);
         assert!(time <= 6400 + 1900, "{costs:?}");
+    }
+
+    #[test]
+    fn rows_of_two_long_sequences_share_micro_steps() {
+        let limits = limits(450);
+        for n_long in [9, 11, 13] {
+            let mut lengths = vec![100; n_long];
+            lengths.extend((0..80).map(|i| 10 + i * 7 % 16));
+            let cells = planner(&limits, 2).plan(&lengths, 4).unwrap();
+            let costs: Vec<u64> = cells.iter().map(|cell| cell.cost).collect();
+            let time: u64 = costs.chunks(2).map(|costs| costs[0].max(costs[1])).sum();
+            let mean = costs.iter().sum::<u64>() / 2;
+            // One rule for all rows takes 2.1 to 2.5 % more than the mean.
+            assert!(time - mean <= mean / 50, "{n_long}: {costs:?}");
+        }
     }
 
     #[test]
