@@ -5,12 +5,15 @@ Every comparison uses one order of sequences, the same ranks and micro-steps, an
 the peer. A micro-step takes as long as its largest cell; `waste` is the time by which ranks wait, over the mean time.
 
 - transformers (installed, 5.24.0): `BatchRebalanceSampler`, `get_length_grouped_indices`, imported.
+- axolotl (if installed, 0.19.0): the time of `pack_parallel`.
 - TRL, huggingface/trl at 20463989, trl/experimental/async_grpo/async_grpo_trainer.py: `_balance_by_squared_length`
   (longest first, to the least sum of squares), restated from its description.
 - verl and slime, THUDM/slime at 098ec553, slime/utils/seqlen_balancing.py (from verl at 468adf22): the differencing
   method of Karmarkar and Karp, first fit and splitting of bins, restated from their descriptions.
 - torchtitan, pytorch/torchtitan at 005d4c1a, experiments/rl/components/batcher.py: next fit, rows dealt round-robin,
   restated from its description.
+
+Packed rows also have a lower bound (`least_time`), since limits can make waiting unavoidable.
 
 The restated rules are checked on small cases first. Ours is the example `grid` of `dyn-batch`:
 
@@ -27,6 +30,7 @@ import pathlib
 import random
 import subprocess
 import sys
+import time
 from typing import Callable, NamedTuple
 
 Cells = list[list[int]]
@@ -253,10 +257,99 @@ def compare_packed(program: str, name: str, lengths: list[int], accumulation: in
             cost=ATTENTION, pack=True,
         )
         found = grid.measure(lengths)
-        costs = [[lengths[i] ** 2 for i in batch] for batch in batches]
-        bound = sum(max(max(batch), sum(batch) / RANKS) for batch in costs)
-        row(name, label, theirs, found, f"bound {RANKS * bound / sum(map(sum, costs)) - 1:.2%}, "
+        steps = zip(batches, grid.steps)
+        least = sum(least_time([lengths[i] for i in batch], cap, len(step) // RANKS) for batch, step in steps)
+        row(name, label, theirs, found, f"{found['time'] / least - 1:.3%} above the bound, "
             f"{1e6 * answer['seconds'] / len(batches):.0f} us a step")
+
+
+def least_time(lengths: list[int], max_tokens: int, n_steps: int) -> float:
+    """A lower bound of the time of packed cells whose cost is the sum of squares.
+
+    A micro-step takes at least as long as the longest sequence for which the earlier ones have no space. What the
+    earlier cells cannot hold either, all ranks share.
+    """
+    lengths = sorted(lengths, reverse=True)
+    total = sum(length**2 for length in lengths)
+    least = total / RANKS
+    levels: list[int] = []
+    for step in range(n_steps):
+        leader = first_beyond(lengths, max_tokens, RANKS * step)
+        if leader is None:
+            break
+        levels.append(lengths[leader] ** 2)
+        held = min(most_cost(lengths, max_tokens, levels), RANKS * sum(levels))
+        least = max(least, sum(levels) + (total - held) / RANKS)
+    return least
+
+
+def first_beyond(lengths: list[int], max_tokens: int, n_cells: int) -> int | None:
+    """The first of falling lengths that fits in none of `n_cells` cells which hold all longer ones."""
+    tokens, n_large, thirds = 0, 0, 0
+    for place, length in enumerate(lengths):
+        tokens += length
+        # A cell holds one sequence of more than half of it, and at most two of more than a third.
+        n_large += 2 * length > max_tokens
+        thirds += (3 * length > max_tokens) + (3 * length > 2 * max_tokens)
+        if tokens > n_cells * max_tokens or n_large > n_cells or thirds > 2 * n_cells:
+            return place
+    return None
+
+
+def most_cost(lengths: list[int], max_tokens: int, levels: list[int]) -> float:
+    """The most that the cells of micro-steps with these levels hold of falling lengths.
+
+    For any n, the n longest sequences are in n cells, which hold at most their levels. A cell with a sequence of more
+    than half of its tokens has only short ones beside it. The other cells hold at most the longest of the other
+    sequences, or parts of them. The least of all these limits holds.
+    """
+    cells = [level for level in levels for _ in range(RANKS)]
+    n_large = sum(2 * length > max_tokens for length in lengths)
+    longest_small = lengths[n_large] if n_large < len(lengths) else 0
+    with_large = [n**2 + (max_tokens - n) * min(max_tokens - n, longest_small) for n in lengths[:n_large]]
+    limits = []
+    for n in range(min(len(cells), len(lengths)) + 1):
+        most = [math.inf] * (n - n_large) + with_large[:n]
+        held = sum(min(level, limit) for level, limit in zip(cells, most))
+        limits.append(held + filled(lengths[n:], max_tokens, len(cells) - n))
+    return min(limits)
+
+
+def filled(lengths: list[int], max_tokens: int, n_cells: int) -> float:
+    """The cost of the longest sequences, or parts of them, that fill cells with at most one large sequence each."""
+    held = 0
+    space = n_cells * max_tokens
+    for place, length in enumerate(lengths):
+        if space <= 0:
+            break
+        if 2 * length > max_tokens and place >= n_cells:
+            continue
+        part = min(1, space / length)
+        held += part * length**2
+        space -= part * length
+    return held
+
+
+def compare_time(program: str, n: int = 1_000_000) -> None:
+    """Times packed grids of web lengths beside axolotl's packer, which neither balances nor deals rows."""
+    try:
+        import axolotl.utils.samplers.multipack  # noqa: F401
+    except ModuleNotFoundError as error:
+        print(f"axolotl is skipped: {error}", file=sys.stderr)
+        return
+    import batch
+
+    lengths = batch.draw(n)
+    pack = batch.axolotl_pack(lengths, 16384)
+    batch.axolotl_pack(lengths[: batch.WARM_UP], 16384)()
+    request = {"global_batch_size": 1408, "max_tokens": 16384, "cost": ATTENTION, "pack": True}
+    _, answer = ours(program, lengths.tolist(), ranks=RANKS, **request)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        pack()
+        seconds.append(time.perf_counter() - start)
+    print(f"{n} web lengths: axolotl {min(seconds):.2f} s, ours in grids of 1408 {answer['seconds']:.2f} s")
 
 
 def row(name: str, peer: str, theirs: dict, found: dict, note: str) -> None:
@@ -280,6 +373,7 @@ def main() -> None:
         compare_padded(program, name, lengths, per_device=8, accumulation=2)
     for name, lengths in named_sets(folder).items():
         compare_packed(program, name, lengths, accumulation=8)
+    compare_time(program)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@
 //!   long sequences are not in one micro-step with rows of one. Then the shortest sequences, which cost
 //!   little, fill the rows of the micro-step until the other rows have space for the rest.
 //! - Sequences are spread from the longest, each to the row of least cost that has space (Graham's
-//!   rule, as in TRL). If rows are too full for that, each goes to the row with the least share, of
-//!   tokens or of cost. If that fails too, best fit places them, and its costliest rows are split while
-//!   there are too few. This never fails if best fit needs no more rows than the grid has cells.
+//!   rule, as in TRL). If rows are too full for that, best fit places them, and its costliest rows are
+//!   split while there are too few. This never fails if best fit needs no more rows than the grid has
+//!   cells.
 //!
-//! The planner stops at an arrangement within 1/16384 of the mean.
+//! The planner stops at an arrangement within 1/2048 of the mean.
 
 use std::{cmp::Reverse, collections::BTreeSet};
 
@@ -96,6 +96,7 @@ pub(super) fn balance_rows(
 ) -> Option<Vec<GridCell>> {
     let mut search = Search::new(items, n_ranks);
     let mut filled: Vec<Row> = Vec::with_capacity(n_cells);
+    let mut filled_time = 0;
     let mut left = items.to_vec();
     // Later rows may be filled up to half of the space that rows have on average.
     let mean_tokens = total_tokens(items) / n_cells as u128;
@@ -113,7 +114,12 @@ pub(super) fn balance_rows(
         let n_later = n_left - n_ranks;
         let mut micro_step = fill_level(&mut left, limits, level, n_ranks, n_later);
         top_up(&mut micro_step, &mut left, row_tokens * n_later as u128, n_later);
+        filled_time += largest_cost(&micro_step);
         filled.extend(micro_step);
+        // The next arrangements all have these micro-steps.
+        if filled_time + total_cost(&left) / n_ranks as u128 >= search.time {
+            break;
+        }
     }
     let mut rows = search.rows?;
     improve(&mut rows, n_ranks);
@@ -155,7 +161,7 @@ impl Search {
 
     /// Returns true if no other rows are much better.
     fn is_done(&self) -> bool {
-        self.time - self.mean_time <= self.mean_time >> 14
+        self.time - self.mean_time <= self.mean_time >> 11
     }
 }
 
@@ -172,47 +178,30 @@ fn empty_rows(limits: &BatchLimits, count: usize) -> Vec<Row> {
     vec![Row::empty(limits.empty_row()); count]
 }
 
-/// Puts all items into `n_rows` rows by the first rule that finds space for them.
+/// Puts all items into `n_rows` rows, or returns `None` if they need more.
 fn spread(items: &[Item], limits: &BatchLimits, n_rows: usize) -> Option<Vec<Row>> {
-    spread_all(items, limits, n_rows, |row| row.cost)
-        .or_else(|| least_share_first(items, limits, n_rows))
+    least_cost_first(items, limits, n_rows)
         .or_else(|| split_to(best_fit(items, limits), limits, n_rows))
 }
 
-/// Puts each item into the row with space that has the least `key`, first into empty rows. Returns
-/// `None` if an item does not fit.
-fn spread_all(
-    items: &[Item],
-    limits: &BatchLimits,
-    n_rows: usize,
-    key: impl Fn(&Row) -> u128,
-) -> Option<Vec<Row>> {
+/// Puts each item into the row of least cost with space, first into empty rows. Returns `None` if an
+/// item does not fit.
+fn least_cost_first(items: &[Item], limits: &BatchLimits, n_rows: usize) -> Option<Vec<Row>> {
     let mut rows = empty_rows(limits, n_rows);
-    // The key and the number of items of each row, ascending.
+    // The cost and the number of items of each row, ascending.
     let mut order: Vec<(u128, usize, usize)> = (0..n_rows).map(|row| (0, 0, row)).collect();
     for &item in items {
         let place = order.iter().position(|&(_, _, row)| rows[row].space.holds(item.space))?;
         let (_, _, found) = order[place];
         let row = &mut rows[found];
         row.push(item);
-        let entry = (key(row), row.items.len(), found);
-        // Keys never fall, so the row moves towards the end.
+        let entry = (row.cost, row.items.len(), found);
+        // Costs never fall, so the row moves towards the end.
         let end = place + order[place + 1..].partition_point(|other| *other < entry);
         order.copy_within(place + 1..=end, place);
         order[end] = entry;
     }
     Some(rows)
-}
-
-/// Puts each item into the row with the least share, of tokens or of cost.
-fn least_share_first(items: &[Item], limits: &BatchLimits, n_rows: usize) -> Option<Vec<Row>> {
-    let total_tokens = total_tokens(items);
-    let total_cost = total_cost(items);
-    let row_tokens = limits.empty_row().tokens;
-    spread_all(items, limits, n_rows, |row| {
-        let tokens = u128::from(row_tokens - row.space.tokens);
-        row.cost.saturating_mul(total_tokens).max(tokens.saturating_mul(total_cost))
-    })
 }
 
 fn total_tokens(items: &[Item]) -> u128 {
@@ -337,43 +326,54 @@ fn improve_once(rows: &mut [Row], start: usize, n_ranks: usize) -> bool {
     true
 }
 
-/// Differences of cost below this are not worth an exchange.
-fn negligible(cost: u128) -> u128 {
-    cost >> 16
-}
-
 /// Returns the best exchange of the costliest row with a row of its own micro-step.
 fn best_inside(rows: &[Row], costliest: usize, start: usize, n_ranks: usize) -> Option<Exchange> {
     let from = &rows[costliest];
-    let mut best: Option<Exchange> = None;
-    for (other, to) in rows.iter().enumerate().skip(start).take(n_ranks) {
-        let gap = from.cost - to.cost;
-        let is_promising = best.is_none_or(|best| from.cost - gap / 2 < best.larger);
-        if gap > negligible(from.cost) && is_promising {
-            best = best.into_iter().chain(best_exchange(from, to, other, None)).min();
-        }
-    }
-    best.filter(|exchange| exchange.larger < from.cost)
+    // The best that two rows can do is to share their difference.
+    let gains = (start..start + n_ranks).map(|other| ((from.cost - rows[other].cost) / 2, other));
+    best_of(from, gains.collect(), |other, _| best_exchange(from, &rows[other], other, None))
 }
 
-/// Returns the best exchange of the costliest row with a row of another micro-step.
+/// Returns the best exchange of the costliest row with a row of another micro-step. There is none if
+/// another row of its own micro-step costs about as much, since that would stay as slow.
 fn best_outside(rows: &[Row], costliest: usize, start: usize, n_ranks: usize) -> Option<Exchange> {
     let from = &rows[costliest];
-    let mut best: Option<Exchange> = None;
-    for (step, micro_step) in rows.chunks(n_ranks).enumerate() {
-        let first = step * n_ranks;
-        let largest = largest_cost(micro_step);
-        for (nth, to) in micro_step.iter().enumerate().filter(|_| first != start) {
-            let slack = largest - to.cost;
-            let least = from.cost.saturating_sub(slack);
-            let is_promising = best.is_none_or(|best| least < best.larger);
-            if slack > negligible(from.cost) && is_promising {
-                let found = best_exchange(from, to, first + nth, Some(slack));
-                best = best.into_iter().chain(found).min();
-            }
-        }
+    let own = rows.iter().enumerate().skip(start).take(n_ranks);
+    let is_as_costly = |row: &Row| from.cost - row.cost <= negligible(from.cost);
+    if own.filter(|&(row, _)| row != costliest).any(|(_, row)| is_as_costly(row)) {
+        return None;
     }
-    best
+    let mut slacks = Vec::with_capacity(rows.len());
+    for first in (0..rows.len()).step_by(n_ranks).filter(|&first| first != start) {
+        let others = first..first + n_ranks;
+        let largest = largest_cost(&rows[others.clone()]);
+        slacks.extend(others.map(|other| (largest - rows[other].cost, other)));
+    }
+    best_of(from, slacks, |other, slack| best_exchange(from, &rows[other], other, Some(slack)))
+}
+
+/// Returns the best of all exchanges that `find` finds. `candidates` are rows, each with the most by which
+/// an exchange with it makes `from` cheaper.
+fn best_of(
+    from: &Row,
+    mut candidates: Vec<(u128, usize)>,
+    find: impl Fn(usize, u128) -> Option<Exchange>,
+) -> Option<Exchange> {
+    candidates.retain(|&(gain, _)| gain > negligible(from.cost));
+    candidates.sort_unstable_by_key(|&(gain, other)| (Reverse(gain), other));
+    let mut best: Option<Exchange> = None;
+    for (gain, other) in candidates {
+        if best.is_some_and(|best| from.cost.saturating_sub(gain) >= best.larger) {
+            break;
+        }
+        best = best.into_iter().chain(find(other, gain)).min();
+    }
+    best.filter(|exchange| from.cost.saturating_sub(exchange.larger) > negligible(from.cost))
+}
+
+/// Returns the difference up to which costs count as equal.
+fn negligible(cost: u128) -> u128 {
+    cost >> 16
 }
 
 /// Returns the allowed exchange that makes the costlier of both rows cheapest; with `slack`, the exchange
