@@ -1,7 +1,5 @@
 //! The function of a linear layer: its product, with a bias and a low-rank adapter.
 
-use std::borrow::Cow;
-
 use candle_core::{DType, Shape, Tensor};
 
 use crate::{
@@ -16,10 +14,7 @@ use crate::{
             low_rank::{LowRankMatrix, sum_products, transposed},
             sum_rows,
         },
-        matmul::{
-            MatrixLayout, MatrixView, ProductThreads, StoreMode, multiply_in_pool, padded_rows,
-            product, product_of_rows,
-        },
+        matmul::{MatrixLayout, MatrixView, StoreMode, multiply_in_pool, product},
     },
     route::{Route, check_shape},
 };
@@ -198,7 +193,7 @@ impl AffineLayer {
         let mut all = Vec::new();
         if self.adapter.is_none() {
             let x = MatrixView::contiguous(x, rows, inputs);
-            all.push(grad_of(&self.weight, || Ok(product(grads.t(), x, ProductThreads::Pool)))?);
+            all.push(grad_of(&self.weight, || Ok(product(grads.t(), x)))?);
         }
         if let Some(bias) = &self.bias {
             all.push(grad_of(bias, || Ok(sum_rows(grad.grad, outputs)))?);
@@ -218,18 +213,16 @@ impl AffineLayer {
     fn weight_product<T: Float>(&self, x: &[T], rows: usize) -> Result<Vec<T>> {
         let (outputs, inputs) = self.weight.dims2()?;
         if self.weight.dtype() == T::DTYPE {
-            return Ok(product_of_rows(x, inputs, rows, Matrix::new(&self.weight)?.view()?.t()));
+            let x = MatrixView::contiguous(x, rows, inputs);
+            return Ok(product(x, Matrix::new(&self.weight)?.view()?.t()));
         }
-        // The last block is the smallest.
-        let last_block = (outputs + BLOCK_ROWS - 1) % BLOCK_ROWS + 1;
-        let x = PaddedRows::new(x, rows, inputs, last_block);
-        let mut y = vec![T::ZERO; x.rows * outputs];
+        let mut y = vec![T::ZERO; rows * outputs];
         self.for_each_block(|start, block: MatrixView<'_, T>| {
-            let layout = MatrixLayout::rows(x.rows, block.rows(), outputs);
-            let out = &mut y[start..];
-            multiply_in_pool(out, layout, x.columns(0, inputs), block.t(), StoreMode::Set);
+            let x = MatrixView::contiguous(x, rows, inputs);
+            let layout = MatrixLayout::rows(rows, block.rows(), outputs);
+            let out = y.get_mut(start..).unwrap_or_default();
+            multiply_in_pool(out, layout, x, block.t(), StoreMode::Set);
         })?;
-        y.truncate(rows * outputs);
         Ok(y)
     }
 
@@ -237,16 +230,16 @@ impl AffineLayer {
     fn weight_product_back<T: Float>(&self, grad: &[T], rows: usize) -> Result<Vec<T>> {
         let (outputs, inputs) = self.weight.dims2()?;
         if self.weight.dtype() == T::DTYPE {
-            return Ok(product_of_rows(grad, outputs, rows, Matrix::new(&self.weight)?.view()?));
+            let grad = MatrixView::contiguous(grad, rows, outputs);
+            return Ok(product(grad, Matrix::new(&self.weight)?.view()?));
         }
-        let grad = PaddedRows::new(grad, rows, outputs, inputs);
-        let mut grad_x = vec![T::ZERO; grad.rows * inputs];
+        let mut grad_x = vec![T::ZERO; rows * inputs];
         self.for_each_block(|start, block: MatrixView<'_, T>| {
-            let layout = MatrixLayout::rows(grad.rows, inputs, inputs);
-            let grad = grad.columns(start, block.rows());
+            let columns = MatrixLayout::rows(rows, block.rows(), outputs);
+            let grad = MatrixView::new(grad.get(start..).unwrap_or_default(), columns);
+            let layout = MatrixLayout::rows(rows, inputs, inputs);
             multiply_in_pool(&mut grad_x, layout, grad, block, StoreMode::Add);
         })?;
-        grad_x.truncate(rows * inputs);
         Ok(grad_x)
     }
 
@@ -337,31 +330,6 @@ impl<'a> Matrix<'a> {
 
     fn view<T: Float>(&self) -> Result<MatrixView<'_, T>> {
         Ok(MatrixView::contiguous(self.slice.as_slice()?, self.rows, self.columns))
-    }
-}
-
-/// Rows, followed by so many rows of zeros that the bits of a row do not depend on their number.
-struct PaddedRows<'a, T: Clone> {
-    items: Cow<'a, [T]>,
-    rows: usize,
-    width: usize,
-}
-
-impl<'a, T: Float> PaddedRows<'a, T> {
-    /// Pads rows for products of at least this many columns.
-    fn new(items: &'a [T], rows: usize, width: usize, columns: usize) -> Self {
-        let padded = padded_rows(rows, columns);
-        let mut items = Cow::from(items);
-        if padded > rows {
-            items.to_mut().resize(padded * width, T::ZERO);
-        }
-        Self { items, rows: padded, width }
-    }
-
-    /// Returns some columns of all rows.
-    fn columns(&self, start: usize, columns: usize) -> MatrixView<'_, T> {
-        let items = self.items.get(start..).unwrap_or_default();
-        MatrixView::new(items, MatrixLayout::rows(self.rows, columns, self.width))
     }
 }
 

@@ -7,11 +7,13 @@ use std::ops::Neg;
 
 use candle_core::WithDType;
 
+use super::matmul::Vectors;
+
 /// A number type that kernels compute with.
 ///
 /// The functions are branch-free sequences of separately rounded operations without calls. So the
 /// compiler can vectorize loops over them, and each lane has the same bits as a scalar.
-pub(crate) trait Float: WithDType + Neg<Output = Self> {
+pub(crate) trait Float: WithDType + Neg<Output = Self> + Vectors {
     const ZERO: Self;
     const ONE: Self;
     const INFINITY: Self;

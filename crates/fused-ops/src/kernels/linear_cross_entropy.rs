@@ -7,7 +7,7 @@
 use super::{
     cross_entropy::{self, LossRule, RowTarget},
     float::Float,
-    matmul::{MatrixLayout, MatrixView, StoreMode, multiply_in_pool, padded_rows, product_of_rows},
+    matmul::{MatrixLayout, MatrixView, StoreMode, multiply_in_pool, product},
     parallel::{ELEMENTS_PER_BLOCK, map_chunks},
 };
 
@@ -52,13 +52,12 @@ impl<T: Float> HeadRows<T> {
         let counted: Vec<usize> =
             (0..self.targets.len()).filter(|&row| self.targets[row].weight != 0.0).collect();
         let block_rows = self.rows_per_block().min(counted.len());
-        let buffer_rows = padded_rows(block_rows, self.rule.classes);
-        let mut logits = vec![T::ZERO; buffer_rows * self.rule.classes];
+        let mut logits = vec![T::ZERO; block_rows * self.rule.classes];
         let mut sum = 0.0;
         for rows in counted.chunks(block_rows.max(1)) {
             let x: Vec<&[T]> =
                 rows.iter().map(|&row| &x[row * self.hidden..][..self.hidden]).collect();
-            sum += self.add_block(rows, x.concat(), weight, &mut logits, &mut grads);
+            sum += self.add_block(rows, &x.concat(), weight, &mut logits, &mut grads);
         }
         (sum, grads)
     }
@@ -67,18 +66,15 @@ impl<T: Float> HeadRows<T> {
     fn add_block(
         &self,
         rows: &[usize],
-        mut x: Vec<T>,
+        x: &[T],
         weight: MatrixView<'_, T>,
         logits: &mut [T],
         grads: &mut HeadGrads<T>,
     ) -> f64 {
         let classes = self.rule.classes;
         let targets: Vec<RowTarget> = rows.iter().map(|&row| self.targets[row]).collect();
-        // Rows of zeros, so that the bits of a row do not depend on the number of rows.
-        let n_multiplied = padded_rows(rows.len(), classes);
-        x.resize(n_multiplied * self.hidden, T::ZERO);
-        let x = MatrixView::contiguous(&x, n_multiplied, self.hidden);
-        let layout = MatrixLayout::rows(n_multiplied, classes, classes);
+        let x = MatrixView::contiguous(x, rows.len(), self.hidden);
+        let layout = MatrixLayout::rows(rows.len(), classes, classes);
         multiply_in_pool(logits, layout, x, weight.t(), StoreMode::Set);
         let logits = &mut logits[..rows.len() * classes];
         let (sum, log_sums) = cross_entropy::forward(logits, &targets, &self.rule);
@@ -87,7 +83,7 @@ impl<T: Float> HeadRows<T> {
         }
         cross_entropy::backward_in_place(logits, &targets, &log_sums, &self.rule);
         if let Some(all) = &mut grads.x {
-            let block = product_of_rows(logits, classes, rows.len(), weight);
+            let block = product(MatrixView::contiguous(logits, rows.len(), classes), weight);
             for (grad, &row) in block.chunks(self.hidden.max(1)).zip(rows) {
                 all[row * self.hidden..][..self.hidden].copy_from_slice(grad);
             }
@@ -95,7 +91,7 @@ impl<T: Float> HeadRows<T> {
         if let Some(all) = &mut grads.weight {
             let layout = MatrixLayout::rows(classes, self.hidden, self.hidden);
             let grad = MatrixView::contiguous(logits, rows.len(), classes);
-            multiply_in_pool(all, layout, grad.t(), x.first_rows(rows.len()), StoreMode::Add);
+            multiply_in_pool(all, layout, grad.t(), x, StoreMode::Add);
         }
         sum
     }

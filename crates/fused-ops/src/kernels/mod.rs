@@ -1,9 +1,9 @@
-//! The loops, and the only `unsafe` of this crate: writes to fresh memory and calls of `gemm`.
+//! The loops, and the only `unsafe` of this crate: writes to fresh memory, and matrix products.
 //!
 //! A kernel is a struct of slices with one loop over fixed lanes in [`pulp::NullaryFnOnce::call`].
 //! The compiler vectorizes the loop once for each instruction set that [`vectorized`] selects from.
-//! Multiplications and additions are never fused, so all instruction sets round alike: except for
-//! matrix products, a result has the same bits on every processor.
+//! Multiplications and additions are never fused, so all instruction sets round alike: a result has the
+//! same bits on every processor. Only matrix products fuse them, on processors that can.
 
 #![allow(
     clippy::inline_always,
@@ -31,12 +31,17 @@ use pulp::{Arch, NullaryFnOnce};
 
 /// Runs a kernel with the widest instructions that this processor has.
 pub(crate) fn vectorized<K: NullaryFnOnce>(kernel: K) -> K::Output {
-    static ARCH: OnceLock<Arch> = OnceLock::new();
     #[cfg(test)]
     if WITHOUT_DISPATCH.get() {
         return kernel.call();
     }
-    ARCH.get_or_init(Arch::new).dispatch(kernel)
+    arch().dispatch(kernel)
+}
+
+/// Returns the widest instructions that this processor has.
+fn arch() -> Arch {
+    static ARCH: OnceLock<Arch> = OnceLock::new();
+    *ARCH.get_or_init(Arch::new)
 }
 
 #[cfg(test)]

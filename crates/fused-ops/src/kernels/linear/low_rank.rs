@@ -10,7 +10,7 @@ use pulp::NullaryFnOnce;
 use crate::kernels::{
     float::Float,
     lanes::dot_products,
-    matmul::{MatrixView, ProductThreads, add_product_of_rows, product, product_of_rows},
+    matmul::{MatrixLayout, MatrixView, StoreMode, multiply_in_pool, product},
     parallel::{block_of, map_chunks, rows_per_block},
     vectorized,
 };
@@ -47,7 +47,7 @@ impl<'a, T: Float> LowRankMatrix<'a, T> {
     pub(crate) fn reduce(self, x: &[T], rows: usize) -> Vec<T> {
         let Self { items, rank, width } = self;
         if rank > MAX_RANK {
-            return product_of_rows(x, width, rows, self.view().t());
+            return product(MatrixView::contiguous(x, rows, width), self.view().t());
         }
         let mut low = vec![T::ZERO; rows * rank];
         if width > 0 && rank > 0 {
@@ -61,10 +61,12 @@ impl<'a, T: Float> LowRankMatrix<'a, T> {
     }
 
     /// Adds low·self to the rows of `y`, where `low` is [rows, rank].
-    pub(crate) fn expand_add(self, y: &mut Vec<T>, low: &[T], rows: usize) {
+    pub(crate) fn expand_add(self, y: &mut [T], low: &[T], rows: usize) {
         let Self { items, rank, width } = self;
         if rank > MAX_RANK {
-            add_product_of_rows(y, low, rank, rows, self.view());
+            let low = MatrixView::contiguous(low, rows, rank);
+            let layout = MatrixLayout::rows(rows, width, width);
+            multiply_in_pool(y, layout, low, self.view(), StoreMode::Add);
         } else if width > 0 && rank > 0 {
             let block_rows = rows_per_block(width);
             map_chunks(y, block_rows * width, |block, y| {
@@ -85,7 +87,7 @@ pub(crate) fn sum_products<T: Float>(
 ) -> Vec<T> {
     if rank > MAX_RANK {
         let low = MatrixView::contiguous(low, rows, rank);
-        return product(low.t(), MatrixView::contiguous(x, rows, width), ProductThreads::Pool);
+        return product(low.t(), MatrixView::contiguous(x, rows, width));
     }
     let block_rows = rows.div_ceil(MAX_BLOCKS).max(FEWEST_SUMMED);
     let n_blocks = rows.div_ceil(block_rows).max(1);
