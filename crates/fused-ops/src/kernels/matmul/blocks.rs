@@ -9,7 +9,7 @@
 
 #![allow(unsafe_code, reason = "blocks are parts of matrices at addresses that the callers check")]
 
-use std::cell::Cell;
+use std::{cell::Cell, mem, thread::LocalKey};
 
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
@@ -89,7 +89,7 @@ pub(super) unsafe fn multiply<T: Float>(
 ) {
     let block_depth = depth.div_ceil(depth.div_ceil(MAX_DEPTH).max(1)).max(1);
     let most_columns = out.columns.min(BLOCK_COLUMNS).next_multiple_of(PACKED_COLUMNS);
-    let mut memory = Scratch::take::<T>(most_columns * block_depth);
+    let mut memory = Scratch::take::<T>(&PANELS, most_columns * block_depth);
     let panels = memory.start();
     for column in (0..out.columns).step_by(BLOCK_COLUMNS) {
         let columns = BLOCK_COLUMNS.min(out.columns - column);
@@ -112,33 +112,39 @@ pub(super) unsafe fn multiply<T: Float>(
             unsafe { block.multiply(threads, arch) };
         }
     }
-    memory.put_back();
 }
 
-/// Memory of a thread that its products share, at most 4 MiB. Memory of their own would be scattered
-/// among the tensors of a step.
-struct Scratch(Vec<u64>);
-
-impl Scratch {
-    /// Takes the memory of this thread, with room for `len` numbers. It is a new one if an outer product
-    /// has taken it.
-    fn take<T>(len: usize) -> Self {
-        let mut memory = SCRATCH.take();
-        memory.reserve((len * size_of::<T>()).div_ceil(size_of::<u64>()));
-        Self(memory)
-    }
-
-    fn start<T>(&mut self) -> *mut T {
-        self.0.as_mut_ptr().cast()
-    }
-
-    fn put_back(self) {
-        SCRATCH.set(self.0);
-    }
+/// Memory of a thread that its products share, at most 4 MiB and 200 KiB. Memory of their own would be
+/// scattered among the tensors of a step.
+struct Scratch {
+    memory: Vec<u64>,
+    owner: &'static LocalKey<Cell<Vec<u64>>>,
 }
 
 thread_local! {
-    static SCRATCH: Cell<Vec<u64>> = const { Cell::new(Vec::new()) };
+    static PANELS: Cell<Vec<u64>> = const { Cell::new(Vec::new()) };
+    static ROWS: Cell<Vec<u64>> = const { Cell::new(Vec::new()) };
+}
+
+impl Scratch {
+    /// Takes memory of this thread, with room for `len` numbers. It is new if an outer product has taken
+    /// the thread's.
+    fn take<T>(owner: &'static LocalKey<Cell<Vec<u64>>>, len: usize) -> Self {
+        let mut memory = owner.take();
+        memory.reserve((len * size_of::<T>()).div_ceil(size_of::<u64>()));
+        Self { memory, owner }
+    }
+
+    fn start<T>(&mut self) -> *mut T {
+        self.memory.as_mut_ptr().cast()
+    }
+}
+
+impl Drop for Scratch {
+    /// Gives the memory back to its thread.
+    fn drop(&mut self) {
+        self.owner.set(mem::take(&mut self.memory));
+    }
 }
 
 /// A part of a product: all rows, and some columns and products of each sum.
@@ -283,9 +289,11 @@ impl<T: Float> WithSimd for MultiplyRows<T> {
         // A tile of fewer rows reads zeros in place of the others.
         let n_in_place = if a.column_stride == 1 { out.rows / TILE_ROWS * TILE_ROWS } else { 0 };
         let n_packed = out.rows - n_in_place;
-        let mut packed: Vec<T> = Vec::with_capacity(n_packed.next_multiple_of(TILE_ROWS) * depth);
+        let packed_len = n_packed.next_multiple_of(TILE_ROWS) * depth;
+        let mut memory = Scratch::take::<T>(&ROWS, packed_len);
+        let packed: *mut T = memory.start();
         // SAFETY: `packed` has room for these rows, rounded up to whole tiles.
-        unsafe { pack(packed.as_mut_ptr(), TILE_ROWS, a.from(n_in_place, 0), n_packed, depth) };
+        unsafe { pack(packed, TILE_ROWS, a.from(n_in_place, 0), n_packed, depth) };
         for column in (0..out.columns).step_by(width) {
             let panel = panels.wrapping_add(column * depth).cast_const();
             for row in (0..out.rows).step_by(TILE_ROWS) {
@@ -298,7 +306,7 @@ impl<T: Float> WithSimd for MultiplyRows<T> {
                         let rows = TileInput { start, row_stride, stride: 1 };
                         multiply_tile(simd, place, rows, panel, depth, (out.scale, out.adds));
                     } else {
-                        let start = packed.as_ptr().add((row - n_in_place) * depth);
+                        let start = packed.cast_const().add((row - n_in_place) * depth);
                         let rows = TileInput { start, row_stride: 1, stride: TILE_ROWS };
                         multiply_tile(simd, place, rows, panel, depth, (out.scale, out.adds));
                     }

@@ -116,7 +116,7 @@ pub(super) unsafe fn multiply_tile<T: Float, S: Simd>(
 ) {
     // SAFETY: as the caller promises. A tile is an array, so its rows have `columns` elements.
     unsafe {
-        prefetch(out);
+        prefetch(&out);
         let sums = sums(simd, a, b, depth);
         for (row, sums) in sums.iter().enumerate().take(out.rows) {
             let place = out.start.add(row * out.row_stride);
@@ -244,7 +244,7 @@ unsafe fn add_products<T: Float, S: Simd>(
 /// Fetches the rows of a tile while its sums are computed. Without this, writing them takes a third of
 /// the time of a product with short sums.
 #[inline(always)]
-fn prefetch<T>(out: TileOutput<T>) {
+fn prefetch<T>(out: &TileOutput<T>) {
     #[cfg(target_arch = "x86_64")]
     for row in 0..out.rows {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
