@@ -1,7 +1,7 @@
 //! Products with a matrix of few rows, as in low-rank adapters.
 //!
-//! They read each row once and compute little with it. `gemm` packs its factors first, which takes
-//! longer than the product if the matrix has only a few rows.
+//! They read each row once and compute little with it. [`matmul`](crate::kernels::matmul) packs its
+//! factors first, which takes longer than the product if the matrix has only a few rows.
 
 use std::array;
 
@@ -15,7 +15,7 @@ use crate::kernels::{
     vectorized,
 };
 
-/// The largest rank for the loops here; `gemm` is faster for more.
+/// The largest rank for the loops here; `matmul` is faster for more.
 const MAX_RANK: usize = 16;
 
 /// The rows that a loop reads at once: enough that it does not wait for its stores.

@@ -1,7 +1,7 @@
 //! Products of weights with a few rows, at the speed of memory: each weight is read once, in place.
 //!
-//! `gemm` copies blocks of a weight before it multiplies them, which pays off only if many rows use
-//! the copy.
+//! [`matmul`](crate::kernels::matmul) copies blocks of a weight before it multiplies them, which pays off
+//! only if many rows use the copy.
 
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
