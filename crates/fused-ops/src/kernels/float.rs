@@ -7,7 +7,7 @@ use std::ops::Neg;
 
 use candle_core::WithDType;
 
-use super::matmul::Vectors;
+use super::vectors::Vectors;
 
 /// A number type that kernels compute with.
 ///

@@ -24,6 +24,7 @@ pub(crate) mod norm;
 pub(crate) mod parallel;
 pub(crate) mod rope;
 pub(crate) mod softmax;
+pub(crate) mod vectors;
 
 use std::sync::OnceLock;
 

@@ -9,7 +9,6 @@ mod blocks;
 mod tile;
 
 use self::blocks::{Factor, Product};
-pub(crate) use self::tile::Vectors;
 use super::{arch, float::Float, memory};
 
 /// A matrix in a slice.

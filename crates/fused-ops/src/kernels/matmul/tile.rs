@@ -13,7 +13,7 @@ use std::ops::RangeInclusive;
 
 use pulp::Simd;
 
-use crate::kernels::float::Float;
+use crate::kernels::{float::Float, vectors::Vectors};
 
 /// Rows of a tile.
 pub(super) const TILE_ROWS: usize = 6;
@@ -28,49 +28,6 @@ const UNROLLED: usize = 4;
 /// The products that are added one by one: half of a sum, but within these limits. Sums of such runs have
 /// smaller errors than one long sum.
 const RUN: RangeInclusive<usize> = 16..=128;
-
-/// Vectors of a number type.
-pub(crate) trait Vectors: Copy {
-    type Vector<S: Simd>: Copy;
-
-    fn splat<S: Simd>(simd: S, x: Self) -> Self::Vector<S>;
-
-    /// Returns `a` · `b` + `c`, rounded once if the processor can do so.
-    fn mul_add<S: Simd>(
-        simd: S,
-        a: Self::Vector<S>,
-        b: Self::Vector<S>,
-        c: Self::Vector<S>,
-    ) -> Self::Vector<S>;
-}
-
-impl Vectors for f32 {
-    type Vector<S: Simd> = S::f32s;
-
-    #[inline(always)]
-    fn splat<S: Simd>(simd: S, x: Self) -> S::f32s {
-        simd.splat_f32s(x)
-    }
-
-    #[inline(always)]
-    fn mul_add<S: Simd>(simd: S, a: S::f32s, b: S::f32s, c: S::f32s) -> S::f32s {
-        simd.mul_add_e_f32s(a, b, c)
-    }
-}
-
-impl Vectors for f64 {
-    type Vector<S: Simd> = S::f64s;
-
-    #[inline(always)]
-    fn splat<S: Simd>(simd: S, x: Self) -> S::f64s {
-        simd.splat_f64s(x)
-    }
-
-    #[inline(always)]
-    fn mul_add<S: Simd>(simd: S, a: S::f64s, b: S::f64s, c: S::f64s) -> S::f64s {
-        simd.mul_add_e_f64s(a, b, c)
-    }
-}
 
 type TileRow<T, S> = [<T as Vectors>::Vector<S>; TILE_VECTORS];
 
