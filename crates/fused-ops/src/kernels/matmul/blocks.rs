@@ -16,12 +16,12 @@ use rayon::prelude::*;
 
 use super::{
     ProductThreads,
-    tile::{TILE_ROWS, TileInput, TileOutput, multiply_tile, tile_columns},
+    tile::{Factor, TILE_ROWS, TileOutput, multiply_tile, tile_columns},
 };
 use crate::kernels::float::Float;
 
-/// The most products in a sum before it is added to the result. A panel of this depth fits into a
-/// core's first-level cache.
+/// The most products in a sum before it is added to the result. A panel of this depth is as large as a
+/// first-level cache of 32 KiB.
 const MAX_DEPTH: usize = 512;
 
 /// Columns of a block of `b`; a multiple of the columns of every tile.
@@ -32,23 +32,6 @@ const PACKED_COLUMNS: usize = 64;
 
 /// Rows of a block of `a`, which fits into a core's second-level cache.
 const BLOCK_ROWS: usize = 8 * TILE_ROWS;
-
-/// A matrix at an address: element (r, c) is `row_stride` · r + `column_stride` · c elements after the
-/// first.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Factor<T> {
-    pub(super) start: *const T,
-    pub(super) row_stride: usize,
-    pub(super) column_stride: usize,
-}
-
-impl<T> Factor<T> {
-    /// Returns the matrix from this row and column on.
-    fn from(self, row: usize, column: usize) -> Self {
-        let offset = row * self.row_stride + column * self.column_stride;
-        Self { start: self.start.wrapping_add(offset), ..self }
-    }
-}
 
 /// The result of a product: rows of adjacent elements.
 #[derive(Clone, Copy, Debug)]
@@ -131,7 +114,7 @@ impl Scratch {
     /// the thread's.
     fn take<T>(owner: &'static LocalKey<Cell<Vec<u64>>>, len: usize) -> Self {
         let mut memory = owner.take();
-        memory.reserve((len * size_of::<T>()).div_ceil(size_of::<u64>()));
+        memory.reserve_exact((len * size_of::<T>()).div_ceil(size_of::<u64>()));
         Self { memory, owner }
     }
 
@@ -302,12 +285,11 @@ impl<T: Float> WithSimd for MultiplyRows<T> {
                 // strides are known in each branch, which makes the loops shorter.
                 unsafe {
                     if row < n_in_place {
-                        let Factor { start, row_stride, .. } = a.from(row, 0);
-                        let rows = TileInput { start, row_stride, stride: 1 };
+                        let rows = Factor { column_stride: 1, ..a.from(row, 0) };
                         multiply_tile(simd, place, rows, panel, depth, (out.scale, out.adds));
                     } else {
                         let start = packed.cast_const().add((row - n_in_place) * depth);
-                        let rows = TileInput { start, row_stride: 1, stride: TILE_ROWS };
+                        let rows = Factor { start, row_stride: 1, column_stride: TILE_ROWS };
                         multiply_tile(simd, place, rows, panel, depth, (out.scale, out.adds));
                     }
                 }

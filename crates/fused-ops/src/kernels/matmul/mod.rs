@@ -8,7 +8,7 @@
 mod blocks;
 mod tile;
 
-use self::blocks::{Factor, Product};
+use self::{blocks::Product, tile::Factor};
 use super::{arch, float::Float, memory};
 
 /// A matrix in a slice.
@@ -155,7 +155,10 @@ pub(super) unsafe fn multiply<T: Float>(
     );
     let has_rows =
         layout.column_stride == 1 && (layout.rows <= 1 || layout.row_stride >= layout.columns);
-    assert!(has_rows, "a product into something else than rows of adjacent elements");
+    assert!(
+        has_rows,
+        "the elements of a row of a product must be adjacent, and rows must not overlap"
+    );
     let product = Product {
         start: out,
         rows: layout.rows,
@@ -176,6 +179,7 @@ mod tests {
     use pulp::Arch;
 
     use super::*;
+    use crate::kernels::linear::low_rank::transposed;
 
     fn numbers(n: usize) -> Vec<f64> {
         (0..n).map(|i| (i * 7 % 23) as f64 - 11.0).collect()
@@ -186,13 +190,6 @@ mod tests {
         let places = (0..rows).flat_map(|r| (0..columns).map(move |c| (r, c)));
         let sum = |(r, c)| (0..depth).map(|k| a[r * depth + k] * b[k * columns + c]).sum();
         places.map(sum).collect()
-    }
-
-    /// Returns the transpose of a matrix of `columns` columns.
-    fn transposed(x: &[f64], columns: usize) -> Vec<f64> {
-        (0..x.len())
-            .map(|i| x[i % (x.len() / columns) * columns + i / (x.len() / columns)])
-            .collect()
     }
 
     /// Returns `old` + 2 · `a` · `b`.
@@ -288,6 +285,19 @@ mod tests {
         let block = |k| run(k..k + 128) + run(k + 128..k + 256) + run(k + 256..k + 350);
         if !matches!(arch(), Arch::Scalar) {
             assert_eq!(found, [block(0) + block(350)]);
+        }
+    }
+
+    #[test]
+    fn nan_stays_in_its_row() {
+        // Nine rows are a tile and a half, and all columns are one.
+        let (mut x, weights) = (numbers(9 * 40), numbers(40));
+        x[3 * 40 + 5] = f64::NAN;
+        let layout = MatrixLayout { rows: 40, columns: 70, row_stride: 1, column_stride: 0 };
+        let y = product(MatrixView::contiguous(&x, 9, 40), MatrixView::new(&weights, layout));
+        for (row, y) in y.chunks(70).enumerate() {
+            assert!(y.iter().all(|y| y.is_nan() == (row == 3)));
+            assert!(y.iter().all(|x| x.to_bits() == y[0].to_bits()));
         }
     }
 

@@ -1,8 +1,8 @@
 //! Tiles: small blocks of a product that the processor sums in registers.
 //!
-//! Element (r, c) of a tile is the sum over k of `a[r, k]` · `b[k, c]`, from the first k to the last, by
-//! fused multiply-additions if the processor has them. So its bits do not depend on its place in the
-//! tile, on the shape of the tile, or on the width of vectors.
+//! Element (r, c) of a tile is the sum over k of `a[r, k]` · `b[k, c]`, by fused multiply-additions if the
+//! processor has them. Its order depends on the number of products alone, so its bits do not depend on
+//! its place in the tile, on the shape of the tile, or on the width of vectors.
 
 #![allow(
     unsafe_code,
@@ -22,7 +22,8 @@ pub(super) const TILE_ROWS: usize = 6;
 /// registers.
 const TILE_VECTORS: usize = 2;
 
-/// The products that are added between two checks of the loop.
+/// The products that are added between two checks of the loop. With one, a loop takes a sixth longer on
+/// a core that others use too.
 const UNROLLED: usize = 4;
 
 /// The products that are added one by one: half of a sum, but within these limits. Sums of such runs have
@@ -39,12 +40,22 @@ pub(super) const fn tile_columns<T: Float, S: Simd>() -> usize {
     size_of::<TileRow<T, S>>() / size_of::<T>()
 }
 
-/// Rows of `a` for a tile: element (r, k) is `row_stride` · r + `stride` · k elements after the first.
+/// A matrix at an address: element (r, c) is `row_stride` · r + `column_stride` · c elements after the
+/// first.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct TileInput<T> {
+pub(super) struct Factor<T> {
     pub(super) start: *const T,
     pub(super) row_stride: usize,
-    pub(super) stride: usize,
+    pub(super) column_stride: usize,
+}
+
+impl<T> Factor<T> {
+    /// Returns the matrix from this row and column on.
+    #[inline(always)]
+    pub(super) fn from(self, row: usize, column: usize) -> Self {
+        let offset = row * self.row_stride + column * self.column_stride;
+        Self { start: self.start.wrapping_add(offset), ..self }
+    }
 }
 
 /// A place for a tile: adjacent elements of `rows` rows, or of their first `columns` columns.
@@ -66,7 +77,7 @@ pub(super) struct TileOutput<T> {
 pub(super) unsafe fn multiply_tile<T: Float, S: Simd>(
     simd: S,
     out: TileOutput<T>,
-    a: TileInput<T>,
+    a: Factor<T>,
     b: *const T,
     depth: usize,
     (scale, adds): (T, bool),
@@ -120,18 +131,13 @@ unsafe fn store_row<T: Float, S: Simd>(
 ///
 /// As for [`multiply_tile`].
 #[inline(always)]
-unsafe fn sums<T: Float, S: Simd>(
-    simd: S,
-    a: TileInput<T>,
-    b: *const T,
-    depth: usize,
-) -> Tile<T, S> {
+unsafe fn sums<T: Float, S: Simd>(simd: S, a: Factor<T>, b: *const T, depth: usize) -> Tile<T, S> {
     let run = depth.div_ceil(2).clamp(*RUN.start(), *RUN.end());
     // SAFETY: as the caller promises.
     let mut sums = unsafe { sums_of_run(simd, a, b, run.min(depth)) };
     let one = T::splat(simd, T::ONE);
     for first in (0..depth).step_by(run).skip(1) {
-        let a = TileInput { start: a.start.wrapping_add(first * a.stride), ..a };
+        let a = a.from(0, first);
         let b = b.wrapping_add(first * tile_columns::<T, S>());
         // SAFETY: as the caller promises.
         let part = unsafe { sums_of_run(simd, a, b, run.min(depth - first)) };
@@ -150,7 +156,7 @@ unsafe fn sums<T: Float, S: Simd>(
 #[inline(always)]
 unsafe fn sums_of_run<T: Float, S: Simd>(
     simd: S,
-    mut a: TileInput<T>,
+    mut a: Factor<T>,
     mut b: *const T,
     depth: usize,
 ) -> Tile<T, S> {
@@ -160,15 +166,14 @@ unsafe fn sums_of_run<T: Float, S: Simd>(
     unsafe {
         for _ in 0..depth / UNROLLED {
             for k in 0..UNROLLED {
-                let a = TileInput { start: a.start.add(k * a.stride), ..a };
-                add_products(simd, &mut sums, a, b.add(k * width));
+                add_products(simd, &mut sums, a.from(0, k), b.add(k * width));
             }
-            a.start = a.start.add(UNROLLED * a.stride);
+            a = a.from(0, UNROLLED);
             b = b.add(UNROLLED * width);
         }
         for _ in 0..depth % UNROLLED {
             add_products(simd, &mut sums, a, b);
-            a.start = a.start.add(a.stride);
+            a = a.from(0, 1);
             b = b.add(width);
         }
     }
@@ -184,7 +189,7 @@ unsafe fn sums_of_run<T: Float, S: Simd>(
 unsafe fn add_products<T: Float, S: Simd>(
     simd: S,
     sums: &mut Tile<T, S>,
-    a: TileInput<T>,
+    a: Factor<T>,
     b: *const T,
 ) {
     // SAFETY: as the caller promises; the vectors may have any address.
