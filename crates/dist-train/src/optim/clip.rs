@@ -1,5 +1,7 @@
 //! Gradient clipping by norm, like PyTorch's `clip_grad_norm_`.
 
+use std::array;
+
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor};
 
 use crate::{
@@ -61,42 +63,52 @@ fn sum_by_rows(x: &Tensor) -> Result<f64> {
 fn squares_on_host(storage: &CpuStorage, layout: &Layout) -> Result<f64> {
     let items = Items::new(storage, layout)?;
     let mut buffer = [0.0; BLOCK];
-    let mut sums = [CompensatedSum::default(); LANES];
+    let mut sums = CompensatedSums::<LANES>::default();
     for first in (0..items.len()).step_by(BLOCK) {
         let block = items.read(first..items.len().min(first + BLOCK), &mut buffer);
         let (chunks, rest) = block.as_chunks::<LANES>();
         for chunk in chunks {
-            sums.iter_mut().zip(chunk).for_each(|(sum, item)| sum.add(item * item));
+            sums.add(chunk.map(|item| item * item));
         }
-        sums.iter_mut().zip(rest).for_each(|(sum, item)| sum.add(item * item));
+        // Zeros change no sum.
+        let mut last = [0.0; LANES];
+        last.iter_mut().zip(rest).for_each(|(square, item)| *square = item * item);
+        sums.add(last);
     }
-    let mut total = CompensatedSum::default();
-    for sum in sums {
-        total.add(sum.high);
-        total.low += sum.low;
+    let mut total = CompensatedSums::default();
+    for (high, low) in sums.high.into_iter().zip(sums.low) {
+        total.add([high]);
+        total.low[0] += low;
     }
-    Ok(total.rounded())
+    let ([high], [low]) = (total.high, total.low);
+    // An overflowed sum has no rounding error, and infinity minus infinity would be NaN.
+    Ok(if high.is_finite() { high + low } else { high })
 }
 
-/// A sum with the rounding errors of its additions (Ogita, Rump and Oishi, "Accurate Sum and Dot
+/// Sums with the rounding errors of their additions (Ogita, Rump and Oishi, "Accurate Sum and Dot
 /// Product", 2005, after Knuth).
-#[derive(Clone, Copy, Debug, Default)]
-struct CompensatedSum {
-    high: f64,
-    low: f64,
+struct CompensatedSums<const N: usize> {
+    high: [f64; N],
+    low: [f64; N],
 }
 
-impl CompensatedSum {
-    fn add(&mut self, term: f64) {
-        let high = self.high + term;
-        let added = high - self.high;
-        self.low += (self.high - (high - added)) + (term - added);
-        self.high = high;
+impl<const N: usize> Default for CompensatedSums<N> {
+    fn default() -> Self {
+        Self { high: [0.0; N], low: [0.0; N] }
     }
+}
 
-    fn rounded(self) -> f64 {
-        // An overflowed sum has no rounding error, and infinity minus infinity would be NaN.
-        if self.high.is_finite() { self.high + self.low } else { self.high }
+impl<const N: usize> CompensatedSums<N> {
+    /// Adds a term to each sum. Arrays are replaced as a whole, which the compiler vectorizes.
+    fn add(&mut self, terms: [f64; N]) {
+        let before = self.high;
+        let high: [f64; N] = array::from_fn(|lane| before[lane] + terms[lane]);
+        let added: [f64; N] = array::from_fn(|lane| high[lane] - before[lane]);
+        self.low = array::from_fn(|lane| {
+            let error = (before[lane] - (high[lane] - added[lane])) + (terms[lane] - added[lane]);
+            self.low[lane] + error
+        });
+        self.high = high;
     }
 }
 
