@@ -281,8 +281,8 @@ mod tests {
         let y: Vec<f32> = (0..700).map(|i| (i as f32 * 0.3).cos()).collect();
         let found = product(MatrixView::contiguous(&x, 1, 700), MatrixView::contiguous(&y, 700, 1));
         let run = |ks: Range<usize>| ks.fold(0.0_f32, |sum, k| x[k].mul_add(y[k], sum));
-        // Two blocks of at most 512, with runs of at most 128.
-        let block = |k| run(k..k + 128) + run(k + 128..k + 256) + run(k + 256..k + 350);
+        // Two blocks of at most 512, with two runs each.
+        let block = |k| run(k..k + 175) + run(k + 175..k + 350);
         if !matches!(arch(), Arch::Scalar) {
             assert_eq!(found, [block(0) + block(350)]);
         }
