@@ -3,30 +3,46 @@
 use pulp::NullaryFnOnce;
 
 use super::{
+    exponential::exp_in_place,
     float::Float,
-    memory::{FillBlock, vec_of_blocks},
+    memory::{FillBlock, two_vecs_of_blocks, vec_of_blocks},
     parallel::{ELEMENTS_PER_BLOCK, block_of, map_chunks},
     vectorized,
 };
 use crate::config::Activation;
 
-/// A function of one number.
+/// The numbers whose exponentials are computed together.
+const PART: usize = 512;
+
+/// A function of one number, from the number and an exponential.
 pub(super) trait ActivationCurve<T: Float>: Copy + Send + Sync {
-    fn value(self, x: T) -> T;
-    fn slope(self, x: T) -> T;
+    /// Whether the function needs the exponential.
+    const HAS_EXPONENTIAL: bool = true;
+
+    /// Returns the number whose exponential the function needs.
+    fn exponent(self, x: T) -> T;
+    fn value(self, x: T, exponential: T) -> T;
+    fn slope(self, x: T, exponential: T) -> T;
 }
 
 #[derive(Clone, Copy)]
 struct Relu;
 
 impl<T: Float> ActivationCurve<T> for Relu {
+    const HAS_EXPONENTIAL: bool = false;
+
     #[inline(always)]
-    fn value(self, x: T) -> T {
+    fn exponent(self, _: T) -> T {
+        T::ZERO
+    }
+
+    #[inline(always)]
+    fn value(self, x: T, _: T) -> T {
         x.at_least(T::ZERO)
     }
 
     #[inline(always)]
-    fn slope(self, x: T) -> T {
+    fn slope(self, x: T, _: T) -> T {
         if x > T::ZERO { T::ONE } else { T::ZERO }
     }
 }
@@ -35,27 +51,35 @@ impl<T: Float> ActivationCurve<T> for Relu {
 struct Gelu;
 
 impl Gelu {
-    /// Returns the probability that a standard normal number is below `x`, and the density at `x`.
     #[inline(always)]
-    fn normal<T: Float>(x: T) -> (T, T) {
-        let z = x.abs() * T::round_from_f64(std::f64::consts::FRAC_1_SQRT_2);
-        let (tail, bell) = T::half_erfc(z);
-        let probability = if x < T::ZERO { tail } else { T::ONE - tail };
-        // One over the root of 2π.
-        (probability, bell * T::round_from_f64(0.398_942_280_401_432_7))
+    fn z<T: Float>(x: T) -> T {
+        x.abs() * T::round_from_f64(std::f64::consts::FRAC_1_SQRT_2)
+    }
+
+    /// Returns the probability that a standard normal number is below `x`.
+    #[inline(always)]
+    fn probability<T: Float>(x: T, bell: T) -> T {
+        let tail = T::half_erfc(Self::z(x), bell);
+        if x < T::ZERO { tail } else { T::ONE - tail }
     }
 }
 
 impl<T: Float> ActivationCurve<T> for Gelu {
     #[inline(always)]
-    fn value(self, x: T) -> T {
-        x * Self::normal(x).0
+    fn exponent(self, x: T) -> T {
+        T::bell_exponent(Self::z(x))
     }
 
     #[inline(always)]
-    fn slope(self, x: T) -> T {
-        let (probability, density) = Self::normal(x);
-        probability + x * density
+    fn value(self, x: T, bell: T) -> T {
+        x * Self::probability(x, bell)
+    }
+
+    #[inline(always)]
+    fn slope(self, x: T, bell: T) -> T {
+        // One over the root of 2π.
+        let density = bell * T::round_from_f64(0.398_942_280_401_432_7);
+        Self::probability(x, bell) + x * density
     }
 }
 
@@ -63,28 +87,30 @@ impl<T: Float> ActivationCurve<T> for Gelu {
 struct GeluTanh;
 
 impl GeluTanh {
-    /// Returns (1 + tanh u) / 2 for u = √(2/π) · (x + 0.044715 x³), and 1 minus it. The first is
-    /// the logistic function of 2u.
-    #[inline(always)]
-    fn gate<T: Float>(x: T) -> (T, T) {
-        logistic(
-            x * (T::ONE + T::round_from_f64(0.044_715) * x * x)
-                * T::round_from_f64(Self::TWO_ROOT_TWO_OVER_PI),
-        )
-    }
-
     const TWO_ROOT_TWO_OVER_PI: f64 = 1.595_769_121_605_730_7;
+
+    /// Returns 2u for u = √(2/π) · (x + 0.044715 x³). The logistic function of 2u is (1 + tanh u) / 2.
+    #[inline(always)]
+    fn double_u<T: Float>(x: T) -> T {
+        x * (T::ONE + T::round_from_f64(0.044_715) * x * x)
+            * T::round_from_f64(Self::TWO_ROOT_TWO_OVER_PI)
+    }
 }
 
 impl<T: Float> ActivationCurve<T> for GeluTanh {
     #[inline(always)]
-    fn value(self, x: T) -> T {
-        x * Self::gate(x).0
+    fn exponent(self, x: T) -> T {
+        -Self::double_u(x).abs()
     }
 
     #[inline(always)]
-    fn slope(self, x: T) -> T {
-        let (gate, rest) = Self::gate(x);
+    fn value(self, x: T, exponential: T) -> T {
+        x * logistic(x, exponential).0
+    }
+
+    #[inline(always)]
+    fn slope(self, x: T, exponential: T) -> T {
+        let (gate, rest) = logistic(x, exponential);
         let inner = (T::ONE + T::round_from_f64(0.134_145) * x * x)
             * T::round_from_f64(Self::TWO_ROOT_TWO_OVER_PI);
         gate + x * gate * rest * inner
@@ -96,24 +122,45 @@ struct Silu;
 
 impl<T: Float> ActivationCurve<T> for Silu {
     #[inline(always)]
-    fn value(self, x: T) -> T {
-        x * logistic(x).0
+    fn exponent(self, x: T) -> T {
+        -x.abs()
     }
 
     #[inline(always)]
-    fn slope(self, x: T) -> T {
-        let (gate, rest) = logistic(x);
+    fn value(self, x: T, exponential: T) -> T {
+        x * logistic(x, exponential).0
+    }
+
+    #[inline(always)]
+    fn slope(self, x: T, exponential: T) -> T {
+        let (gate, rest) = logistic(x, exponential);
         gate * (T::ONE + x * rest)
     }
 }
 
-/// Returns 1 / (1 + e^−x), and 1 minus it, without the rounding error of a subtraction.
+/// Returns 1 / (1 + e^−x), and 1 minus it, without the rounding error of a subtraction, where
+/// `exponential` is e^−|x|. Of `x` only the sign counts.
 #[inline(always)]
-fn logistic<T: Float>(x: T) -> (T, T) {
-    let small = (-x.abs()).exp();
-    let large = T::ONE / (T::ONE + small);
-    let small = small * large;
+fn logistic<T: Float>(x: T, exponential: T) -> (T, T) {
+    let large = T::ONE / (T::ONE + exponential);
+    let small = exponential * large;
     if x < T::ZERO { (small, large) } else { (large, small) }
+}
+
+/// Writes the exponentials that a curve needs for the numbers `x` to the start of `exponentials`, and
+/// returns them.
+#[inline(always)]
+fn exponentials_of<'a, T: Float, C: ActivationCurve<T>>(
+    curve: C,
+    x: &[T],
+    exponentials: &'a mut [T; PART],
+) -> &'a [T] {
+    let exponentials = &mut exponentials[..x.len()];
+    if C::HAS_EXPONENTIAL {
+        exponentials.iter_mut().zip(x).for_each(|(exponent, &x)| *exponent = curve.exponent(x));
+        exp_in_place(exponentials);
+    }
+    exponentials
 }
 
 /// Evaluates an expression with the curve of an activation.
@@ -191,16 +238,14 @@ pub(crate) fn swiglu<T: Float>(gate: &[T], up: &[T]) -> Vec<T> {
     .0
 }
 
-/// Returns the gradient of the gate of silu(gate) · up.
-pub(crate) fn swiglu_gate_backward<T: Float>(gate: &[T], up: &[T], grad: &[T]) -> Vec<T> {
-    let (grads, _) =
-        vec_of_blocks(gate.len(), ELEMENTS_PER_BLOCK, |block, out: &mut FillBlock<'_, T>| {
-            let gate = block_of(gate, block, ELEMENTS_PER_BLOCK);
-            let up = block_of(up, block, ELEMENTS_PER_BLOCK);
-            let grad = block_of(grad, block, ELEMENTS_PER_BLOCK);
-            vectorized(GateBackward { gate, up, grad, out });
-        });
-    grads
+/// Returns the gradient of the gate of silu(gate) · up, and silu(gate) · up itself. `grad` is the
+/// gradient of that product, and is replaced by the gradient of `up`.
+pub(crate) fn swiglu_backward<T: Float>(gate: &[T], up: &[T], grad: &mut [T]) -> [Vec<T>; 2] {
+    two_vecs_of_blocks(grad, ELEMENTS_PER_BLOCK, |block, grad, [grad_gate, product]| {
+        let gate = block_of(gate, block, ELEMENTS_PER_BLOCK);
+        let up = block_of(up, block, ELEMENTS_PER_BLOCK);
+        vectorized(GatedBackward { gate, up, grad, grad_gate, product });
+    })
 }
 
 struct ForwardKernel<'a, 'b, T, C> {
@@ -214,7 +259,11 @@ impl<T: Float, C: ActivationCurve<T>> NullaryFnOnce for ForwardKernel<'_, '_, T,
 
     #[inline(always)]
     fn call(self) {
-        self.out.push1(self.x, |x| self.curve.value(x));
+        let mut memory = [T::ZERO; PART];
+        for x in self.x.chunks(PART) {
+            let exponentials = exponentials_of(self.curve, x, &mut memory);
+            self.out.push2(x, exponentials, |x, e| self.curve.value(x, e));
+        }
     }
 }
 
@@ -228,8 +277,12 @@ impl<T: Float, C: ActivationCurve<T>> NullaryFnOnce for ForwardInPlace<'_, T, C>
 
     #[inline(always)]
     fn call(self) {
-        for x in self.x {
-            *x = self.curve.value(*x);
+        let mut memory = [T::ZERO; PART];
+        for x in self.x.chunks_mut(PART) {
+            let exponentials = exponentials_of(self.curve, x, &mut memory);
+            for (x, &e) in x.iter_mut().zip(exponentials) {
+                *x = self.curve.value(*x, e);
+            }
         }
     }
 }
@@ -246,7 +299,11 @@ impl<T: Float, C: ActivationCurve<T>> NullaryFnOnce for BackwardKernel<'_, '_, T
 
     #[inline(always)]
     fn call(self) {
-        self.out.push2(self.x, self.grad, |x, grad| grad * self.curve.slope(x));
+        let mut memory = [T::ZERO; PART];
+        for (x, grad) in self.x.chunks(PART).zip(self.grad.chunks(PART)) {
+            let exponentials = exponentials_of(self.curve, x, &mut memory);
+            self.out.push3(x, exponentials, grad, |x, e, grad| grad * self.curve.slope(x, e));
+        }
     }
 }
 
@@ -261,8 +318,12 @@ impl<T: Float, C: ActivationCurve<T>> NullaryFnOnce for BackwardInPlace<'_, T, C
 
     #[inline(always)]
     fn call(self) {
-        for (grad, &x) in self.grad.iter_mut().zip(self.x) {
-            *grad *= self.curve.slope(x);
+        let mut memory = [T::ZERO; PART];
+        for (x, grad) in self.x.chunks(PART).zip(self.grad.chunks_mut(PART)) {
+            let exponentials = exponentials_of(self.curve, x, &mut memory);
+            for ((grad, &x), &e) in grad.iter_mut().zip(x).zip(exponentials) {
+                *grad *= self.curve.slope(x, e);
+            }
         }
     }
 }
@@ -278,23 +339,39 @@ impl<T: Float> NullaryFnOnce for GatedKernel<'_, '_, T> {
 
     #[inline(always)]
     fn call(self) {
-        self.out.push2(self.gate, self.up, |gate, up| Silu.value(gate) * up);
+        let mut memory = [T::ZERO; PART];
+        for (gate, up) in self.gate.chunks(PART).zip(self.up.chunks(PART)) {
+            let exponentials = exponentials_of(Silu, gate, &mut memory);
+            self.out.push3(gate, exponentials, up, |gate, e, up| Silu.value(gate, e) * up);
+        }
     }
 }
 
-struct GateBackward<'a, 'b, T> {
+struct GatedBackward<'a, 'b, T> {
     gate: &'a [T],
     up: &'a [T],
-    grad: &'a [T],
-    out: &'a mut FillBlock<'b, T>,
+    grad: &'a mut [T],
+    grad_gate: &'a mut FillBlock<'b, T>,
+    product: &'a mut FillBlock<'b, T>,
 }
 
-impl<T: Float> NullaryFnOnce for GateBackward<'_, '_, T> {
+impl<T: Float> NullaryFnOnce for GatedBackward<'_, '_, T> {
     type Output = ();
 
     #[inline(always)]
     fn call(self) {
-        self.out
-            .push3(self.gate, self.up, self.grad, |gate, up, grad| grad * up * Silu.slope(gate));
+        let mut memory = [T::ZERO; PART];
+        let parts = self.gate.chunks(PART).zip(self.up.chunks(PART));
+        for ((gate, up), grad) in parts.zip(self.grad.chunks_mut(PART)) {
+            let exponentials = exponentials_of(Silu, gate, &mut memory);
+            self.product.push3(gate, exponentials, up, |gate, e, up| Silu.value(gate, e) * up);
+            let out = &mut *self.grad_gate;
+            out.push4(gate, exponentials, grad, up, |gate, e, grad, up| {
+                grad * up * Silu.slope(gate, e)
+            });
+            for ((grad, &gate), &e) in grad.iter_mut().zip(gate).zip(exponentials) {
+                *grad *= Silu.value(gate, e);
+            }
+        }
     }
 }

@@ -19,6 +19,7 @@ use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
 use super::{
+    exponential::exp_in_place,
     float::Float,
     lanes::{max, sum1, sum2},
     matmul::{MatrixLayout, MatrixView, ProductThreads, StoreMode, multiply, multiply_into},
@@ -432,8 +433,9 @@ impl<T: Float> NullaryFnOnce for WeighScores<'_, T> {
             // would all later sums.
             let base = if top == -T::INFINITY { T::ZERO } else { top };
             for score in &mut *seen {
-                *score = (*score - base).exp();
+                *score -= base;
             }
+            exp_in_place(seen);
             hidden.fill(T::ZERO);
             state.shrink[query] = (state.top[query] - base).exp();
             state.sum[query] = state.sum[query] * state.shrink[query] + sum1(seen, |weight| weight);
@@ -717,11 +719,13 @@ impl<T: Float> NullaryFnOnce for DifferentiateScores<'_, T> {
             let log_sum = self.log_sums[query];
             let weighted_sum = self.weighted_sums[query];
             let n_visible = self.block.n_visible(row);
-            for (weight, grad) in weights[..n_visible].iter_mut().zip(&mut grads[..n_visible]) {
-                *weight = (*weight - log_sum).exp();
-                *grad = *weight * (*grad - weighted_sum) * self.scale;
+            let (seen, hidden) = weights.split_at_mut(n_visible);
+            seen.iter_mut().for_each(|score| *score -= log_sum);
+            exp_in_place(seen);
+            for (&mut weight, grad) in seen.iter_mut().zip(&mut grads[..n_visible]) {
+                *grad = weight * (*grad - weighted_sum) * self.scale;
             }
-            weights[n_visible..].fill(T::ZERO);
+            hidden.fill(T::ZERO);
             grads[n_visible..].fill(T::ZERO);
         }
     }

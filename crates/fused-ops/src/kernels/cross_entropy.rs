@@ -6,6 +6,7 @@
 use pulp::NullaryFnOnce;
 
 use super::{
+    exponential::exp_in_place,
     float::Float,
     lanes::{max, sum1, sum2},
     memory::{FillBlock, vec_of_blocks},
@@ -142,6 +143,22 @@ impl<T: Float> RowFactors<T> {
         let all = T::round_from_f64(own + share * total_class_weight);
         Self { all, each: T::round_from_f64(share), own: T::round_from_f64(own) }
     }
+
+    /// Replaces the logarithms of a row's probabilities by the gradients of its logits.
+    #[inline(always)]
+    fn replace(self, row: &mut [T], rule: &LossRule<T>, class: usize) {
+        let Self { all, each, own } = self;
+        exp_in_place(row);
+        match &rule.class_weights {
+            None => row.iter_mut().for_each(|x| *x = all * *x - each),
+            Some(weights) => {
+                for (x, &weight) in row.iter_mut().zip(weights) {
+                    *x = all * *x - each * weight;
+                }
+            }
+        }
+        row[class] -= own;
+    }
 }
 
 struct BackwardKernel<'a, 'b, T> {
@@ -167,16 +184,8 @@ impl<T: Float> NullaryFnOnce for BackwardKernel<'_, '_, T> {
                 self.out.push1(x, |_| T::ZERO);
                 continue;
             }
-            let RowFactors { all, each, own } =
-                RowFactors::new(rule, total_class_weight, class, weight);
-            let probability = |x: T| (x - log_sum).exp();
-            let row = match &rule.class_weights {
-                None => self.out.push1(x, |x| all * probability(x) - each),
-                Some(weights) => {
-                    self.out.push2(x, weights, |x, weight| all * probability(x) - each * weight)
-                }
-            };
-            row[class] -= own;
+            let factors = RowFactors::new(rule, total_class_weight, class, weight);
+            factors.replace(self.out.push1(x, |x| x - log_sum), rule, class);
         }
     }
 }
@@ -213,18 +222,8 @@ impl<T: Float> NullaryFnOnce for InPlaceKernel<'_, T> {
         let Self { rule, total_class_weight, .. } = self;
         let rows = self.x.chunks_exact_mut(rule.classes).zip(self.targets).zip(self.log_sums);
         for ((x, &RowTarget { class, weight }), &log_sum) in rows {
-            let RowFactors { all, each, own } =
-                RowFactors::new(rule, total_class_weight, class, weight);
-            let probability = |x: T| (x - log_sum).exp();
-            match &rule.class_weights {
-                None => x.iter_mut().for_each(|x| *x = all * probability(*x) - each),
-                Some(weights) => {
-                    for (x, &weight) in x.iter_mut().zip(weights) {
-                        *x = all * probability(*x) - each * weight;
-                    }
-                }
-            }
-            x[class] -= own;
+            x.iter_mut().for_each(|x| *x -= log_sum);
+            RowFactors::new(rule, total_class_weight, class, weight).replace(x, rule, class);
         }
     }
 }

@@ -151,6 +151,29 @@ pub(crate) fn vec_of_blocks<T: Float, R: Send>(
     (unsafe { memory.assume_init() }.into_vec(), results)
 }
 
+/// Returns two vectors as long as `slice`. `write` fills a block of each, and may read and change the same
+/// block of `slice`. Blocks are written in parallel, as in [`vec_of_blocks`].
+pub(crate) fn two_vecs_of_blocks<T: Float>(
+    slice: &mut [T],
+    block_len: usize,
+    write: impl Fn(usize, &mut [T], [&mut FillBlock<'_, T>; 2]) + Sync,
+) -> [Vec<T>; 2] {
+    let mut memories = [(); 2].map(|()| Box::new_uninit_slice(slice.len()));
+    let [first, second] = &mut memories;
+    let outputs = first.chunks_mut(block_len).zip(second.chunks_mut(block_len));
+    let mut blocks: Vec<_> = slice.chunks_mut(block_len).zip(outputs).collect();
+    map_chunks(&mut blocks, 1, |block, parts| {
+        for (slice, (first, second)) in parts {
+            let (mut first, mut second) = (FillBlock::new(first), FillBlock::new(second));
+            write(block, slice, [&mut first, &mut second]);
+            let is_full = first.is_full() && second.is_full();
+            assert!(is_full, "a kernel left a part of its output unwritten");
+        }
+    });
+    // SAFETY: the chunks are all of both memories, and each was full.
+    memories.map(|memory| unsafe { memory.assume_init() }.into_vec())
+}
+
 /// Returns a vector of `len` elements that `write` fills at the address that it gets.
 ///
 /// # Safety
@@ -203,5 +226,29 @@ mod tests {
     #[should_panic(expected = "unwritten")]
     fn incomplete_block_panics() {
         vec_of_blocks::<f32, _>(2, 2, |_, fill| fill.push1(&[1.0], |x| x).len());
+    }
+
+    #[test]
+    fn two_vectors_are_joined_beside_a_slice() {
+        let mut x = [1.0_f32, 2.0, 3.0, 4.0, 5.0];
+        let [negated, halves] = two_vecs_of_blocks(&mut x, 2, |block, x, [negated, halves]| {
+            negated.push1(x, |x| -x);
+            halves.push1(x, |x| x / 2.0);
+            x.iter_mut().for_each(|x| *x += block as f32);
+        });
+        assert_eq!(negated, [-1.0, -2.0, -3.0, -4.0, -5.0]);
+        assert_eq!(halves, [0.5, 1.0, 1.5, 2.0, 2.5]);
+        assert_eq!(x, [1.0, 2.0, 4.0, 5.0, 7.0]);
+        let empty = two_vecs_of_blocks::<f32>(&mut [], 2, |_, _, _| ());
+        assert!(empty.iter().all(Vec::is_empty));
+    }
+
+    #[test]
+    #[should_panic(expected = "unwritten")]
+    fn incomplete_second_vector_panics() {
+        let mut x = [1.0_f32; 2];
+        two_vecs_of_blocks(&mut x, 2, |_, x, [first, _]| {
+            first.push1(x, |x| x);
+        });
     }
 }

@@ -14,6 +14,7 @@ pub(crate) mod activation;
 pub(crate) mod attention;
 pub(crate) mod cross_entropy;
 pub(crate) mod dropout;
+pub(crate) mod exponential;
 pub(crate) mod float;
 pub(crate) mod lanes;
 pub(crate) mod linear;

@@ -3,6 +3,7 @@
 use pulp::NullaryFnOnce;
 
 use super::{
+    exponential::exp_in_place,
     float::Float,
     lanes::{max, sum1, sum2},
     memory::{FillBlock, vec_of_blocks},
@@ -43,7 +44,8 @@ impl<T: Float> NullaryFnOnce for ForwardKernel<'_, '_, T> {
             let top = max(x);
             match self.softmax {
                 Softmax::Plain => {
-                    let y = self.out.push1(x, |x| (x - top).exp());
+                    let y = self.out.push1(x, |x| x - top);
+                    exp_in_place(y);
                     let factor = T::ONE / sum1(y, |y| y);
                     for y in y {
                         *y *= factor;

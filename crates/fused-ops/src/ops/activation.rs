@@ -160,12 +160,9 @@ impl<T: Float> Backward for SwiGlu<T> {
         let gate = CpuSlice::new(inputs[0]);
         let up = CpuSlice::new(inputs[1]);
         let grad = CpuSlice::new(grad);
-        let gate = gate.as_slice::<T>()?;
-        let up = up.as_slice()?;
-        let grad = grad.as_slice()?;
-        let grad_gate = kernel::swiglu_gate_backward(gate, up, grad);
-        // silu(gate) · up is linear in `up`.
-        let grad_up = kernel::swiglu(gate, grad);
+        let mut grad_up = grad.as_slice::<T>()?.to_vec();
+        let [grad_gate, _] =
+            kernel::swiglu_backward(gate.as_slice()?, up.as_slice()?, &mut grad_up);
         let shape = inputs[0].shape();
         Ok(vec![Some(cpu_tensor(grad_gate, shape)?), Some(cpu_tensor(grad_up, shape)?)])
     }

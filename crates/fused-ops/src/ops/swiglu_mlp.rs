@@ -135,14 +135,6 @@ struct SwiGluMlp<T> {
 }
 
 impl<T: Float> SwiGluMlp<T> {
-    /// Returns the gradients of the results of gate and up, where `grad` is the gradient of
-    /// silu(gate) · up.
-    fn gate_and_up_grads(&self, grad: &[T]) -> (Vec<T>, Vec<T>) {
-        let grad_gate = kernel::swiglu_gate_backward(&self.gate_out, &self.up_out, grad);
-        // silu(gate) · up is linear in `up`.
-        (grad_gate, kernel::swiglu(&self.gate_out, grad))
-    }
-
     /// Returns the gradient of x, summed over both layers.
     fn grad_x(&self, grad_gate: &OutputGrad<'_, T>, grad_up: &OutputGrad<'_, T>) -> Result<Tensor> {
         let through_gate = cpu_tensor(self.gate.backward_x(grad_gate)?, self.x.shape())?;
@@ -163,10 +155,9 @@ impl<T: Float> MultiBackward<1> for SwiGluMlp<T> {
         let rows = n_rows(&self.x);
         let grad_slice = CpuSlice::new(&grad);
         let grad_y = self.down.output_grad(grad_slice.as_slice()?, rows)?;
-        let grad_product = self.down.backward_x(&grad_y)?;
-        let (grad_gate, grad_up) = self.gate_and_up_grads(&grad_product);
-        drop(grad_product);
-        let product = kernel::swiglu(&self.gate_out, &self.up_out);
+        let mut grad_up = self.down.backward_x(&grad_y)?;
+        let [grad_gate, product] =
+            kernel::swiglu_backward(&self.gate_out, &self.up_out, &mut grad_up);
         let grad_down = self.down.backward_parameters(&product, &grad_y)?;
         drop(product);
         let grad_gate = self.gate.output_grad(&grad_gate, rows)?;
