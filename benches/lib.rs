@@ -1,12 +1,96 @@
-//! Processor time and peak memory of a bench, for the benches that train.
+//! What the benches of training steps share: a mesh, and the line that each prints.
 
-use std::fs;
+#![allow(clippy::print_stdout, reason = "the line is the result")]
 
-use candle_distributed::train;
+use std::{error, fs, num::NonZeroU64, time::Instant};
+
+#[cfg(feature = "mpi")]
+use candle_core::Device;
+#[cfg(feature = "mpi")]
+use candle_distributed::types::LaunchEnv;
+use candle_distributed::{
+    mesh::{DeviceMesh, init_threads},
+    train,
+};
+
+/// A result of a bench.
+pub type Outcome<T> = Result<T, Box<dyn error::Error>>;
+
+/// Returns a mesh of `slots` virtual CPU devices, which share the cores. With a bandwidth, slots sleep as long as a network of
+/// that speed would take. With the feature `mpi`, a launcher starts one process for each slot.
+///
+/// # Errors
+///
+/// The errors of opening a mesh.
+pub fn open_mesh(slots: usize, bytes_per_second: Option<NonZeroU64>) -> Outcome<DeviceMesh> {
+    init_threads(slots)?;
+    let mesh = DeviceMesh::builder().axis(DeviceMesh::AXIS, slots);
+    #[cfg(feature = "mpi")]
+    if LaunchEnv::from_env()?.is_some() {
+        return Ok(mesh.mpi(Device::Cpu)?);
+    }
+    Ok(match bytes_per_second {
+        Some(bytes_per_second) => mesh.simulated_bandwidth(bytes_per_second).cpu()?,
+        None => mesh.cpu()?,
+    })
+}
+
+/// Runs training steps and prints a line: minimum and median time of a step after a quarter of the
+/// steps, processor time per step, peak memory, the part of it above `base_mib`, and the losses of the
+/// first two steps and the last. The memory of several processes is their sum.
+///
+/// # Errors
+///
+/// The errors of a step, and of summing over processes.
+///
+/// # Panics
+///
+/// Panics if the loss did not fall.
+pub fn time_steps(
+    name: &str,
+    mesh: &DeviceMesh,
+    base_mib: u64,
+    n_steps: usize,
+    mut step: impl FnMut() -> Outcome<f64>,
+) -> Outcome<()> {
+    let (mut times, mut losses) = (Vec::new(), Vec::new());
+    let warm_up = n_steps / 4;
+    let mut processor = 0.0;
+    for number in 0..n_steps {
+        if number == warm_up {
+            processor = processor_seconds();
+        }
+        let start = Instant::now();
+        losses.push(step()?);
+        times.push(start.elapsed().as_secs_f64() * 1e3);
+    }
+    let processor = (processor_seconds() - processor) / (n_steps - warm_up) as f64 * 1e3;
+    let mut times = times.split_off(warm_up);
+    times.sort_by(f64::total_cmp);
+    let memory = [peak_mib(), peak_mib() - base_mib];
+    let n_slots = mesh.devices().len();
+    // The slots of a process return the same numbers.
+    let all = mesh.gather_numbers(&vec![memory; n_slots])?;
+    let sum = |index: usize| all.iter().step_by(n_slots).map(|memory| memory[index]).sum::<u64>();
+    if !mesh.is_first_process() {
+        return Ok(());
+    }
+    let last = losses[losses.len() - 1];
+    println!(
+        "{name}: {:.1} / {:.1} ms, {processor:.0} ms of processor, {} MiB, {} above the start, \
+         losses {:?}",
+        times[0],
+        times[times.len() / 2],
+        sum(0),
+        sum(1),
+        [losses[0], losses[1], last],
+    );
+    assert!(last < losses[0], "the loss did not fall");
+    Ok(())
+}
 
 /// Returns the processor time of this process in seconds, in steps of 10 ms; 0 if unavailable.
-#[must_use]
-pub fn processor_seconds() -> f64 {
+fn processor_seconds() -> f64 {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
     let after_name = stat.rsplit(')').next().unwrap_or_default();
     let ticks: Vec<f64> =

@@ -5,29 +5,24 @@
 //! cargo bench -p benches --bench llama -- FOLDER [form] [slots] [rows] [length] [steps]
 //! ```
 //!
-//! Forms are `units` under data parallel, and `sharded`, `graph` and `gathered` as in `step.rs`. With
-//! the prefix `lora-` only adapters of rank 8 on all linear layers are trained; `lora-half-` also
-//! stores their weights in `bf16`.
-//! Prints one line: minimum and median time of a step, tokens per second at the median, processor
-//! time per step, peak memory of the process, and the losses of the first two steps and the last.
+//! Forms are `units` under data parallel, and `sharded`, `graph`, `gathered` and `in-backward` as in
+//! `step.rs`. With the prefix `lora-` only adapters of rank 8 on all linear layers are trained;
+//! `lora-half-` also stores their weights in `bf16`. Prints the line of [`time_steps`].
 
-#![allow(clippy::print_stdout, reason = "the line is the result")]
+use std::{env, fs, path::PathBuf};
 
-use std::{env, fs, path::PathBuf, time::Instant};
-
-use benches::{peak_mib, processor_seconds};
+use benches::{Outcome, open_mesh, peak_mib, time_steps};
 use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
     finetune::models::{Llama, LlamaConfig, Tokens},
-    mesh::{DeviceMesh, Replica, init_threads},
+    mesh::{DeviceMesh, Replica},
     train::{AdamW, DataParallel, FullyShard, Group, Keep, Lora, Units},
 };
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder};
 
+#[cfg(not(feature = "system-allocator"))]
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
-
-type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
 /// Trains on a batch and returns its loss.
 type TrainStep = Box<dyn FnMut((Tensor, Tensor)) -> Outcome<f64>>;
@@ -81,20 +76,19 @@ fn build_step(config: &BenchConfig, llama: &Llama, mesh: &DeviceMesh) -> Outcome
     let loss = move |_: &Replica, model: &Units, (ids, labels): (Tensor, Tensor)| {
         own_llama.loss(model, &Tokens::rows(ids), &labels)
     };
-    let layout = config.form.rsplit('-').next();
-    let keep = match layout.unwrap_or_default() {
-        "units" => None,
-        "sharded" => Some(Keep::Inputs),
-        "graph" => Some(Keep::Graph),
-        "gathered" => Some(Keep::Gathered),
+    let declare = |vb: VarBuilder<'_>| llama.declare(&vb);
+    let sharded = FullyShard::builder(mesh, declare).by_units(llama.units());
+    let layout =
+        ["lora-half-", "lora-"].into_iter().find_map(|name| config.form.strip_prefix(name));
+    let builder = match layout.unwrap_or(&config.form) {
+        "units" => DataParallel::builder(mesh, declare).by_units(llama.units()),
+        "sharded" => sharded,
+        "graph" => sharded.keep(Keep::Graph),
+        "gathered" => sharded.keep(Keep::Gathered),
+        "in-backward" => sharded.optimizer_in_backward(),
         other => return Err(format!("unknown form {other}").into()),
     };
-    let declare = |vb: VarBuilder<'_>| llama.declare(&vb);
-    let mut builder = match keep {
-        None => DataParallel::builder(mesh, declare).by_units(llama.units()),
-        Some(keep) => FullyShard::builder(mesh, declare).by_units(llama.units()).keep(keep),
-    };
-    builder = builder.weights(&config.folder);
+    let mut builder = builder.weights(&config.folder);
     if llama.lora().is_some() {
         builder = builder.train_only(Lora::PATTERNS).allow_missing(Lora::PATTERNS);
     }
@@ -124,37 +118,11 @@ fn main() -> Outcome<()> {
     if let Some(lora) = adapters(&config.form)? {
         llama = llama.with_lora(lora);
     }
-    init_threads(config.slots)?;
-    let mesh = DeviceMesh::cpu(config.slots)?;
+    let mesh = open_mesh(config.slots, None)?;
+    let base_mib = peak_mib();
     let mut step = build_step(&config, &llama, &mesh)?;
     let ids = tokens(&config, llama.config().vocab_size)?;
     let labels = ids.to_dtype(DType::I64)?;
-    let mut times = Vec::new();
-    let mut losses = Vec::new();
-    let warm_up = config.steps / 4;
-    let mut processor = 0.0;
-    for number in 0..config.steps {
-        if number == warm_up {
-            processor = processor_seconds();
-        }
-        let start = Instant::now();
-        losses.push(step((ids.clone(), labels.clone()))?);
-        times.push(start.elapsed().as_secs_f64() * 1e3);
-    }
-    let processor = (processor_seconds() - processor) / (config.steps - warm_up) as f64 * 1e3;
-    let mut times = times.split_off(warm_up);
-    times.sort_by(f64::total_cmp);
-    let median = times[times.len() / 2];
-    println!(
-        "{} on {}: {:.1} / {median:.1} ms, {:.0} tokens/s, {processor:.0} ms of processor, {} MiB, \
-         losses {:?}",
-        config.form,
-        config.slots,
-        times[0],
-        (config.rows * config.length) as f64 / median * 1e3,
-        peak_mib(),
-        [losses[0], losses[1], losses[losses.len() - 1]],
-    );
-    assert!(losses[losses.len() - 1] < losses[0], "the loss did not fall");
-    Ok(())
+    let name = format!("{} on {}", config.form, config.slots);
+    time_steps(&name, &mesh, base_mib, config.steps, || step((ids.clone(), labels.clone())))
 }

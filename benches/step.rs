@@ -18,18 +18,12 @@
 //! network of that speed would take. With the feature `mpi`, `mpirun` starts one process for each
 //! slot: `mpirun -n 2 target/release/deps/step-… sharded 2`.
 //!
-//! Prints one line: minimum and median time of a step, processor time per step, peak memory, the
-//! part of it above the memory before the model, and the losses of the first two steps and the last.
-//! The memory of several processes is their sum.
+//! Prints the line of [`time_steps`].
 
-#![allow(clippy::print_stdout, reason = "the line is the result")]
+use std::num::NonZeroU64;
 
-use std::{num::NonZeroU64, time::Instant};
-
-use benches::{peak_mib, processor_seconds};
+use benches::{Outcome, open_mesh, peak_mib, time_steps};
 use candle_core::{D, Device, Result, Tensor};
-#[cfg(feature = "mpi")]
-use candle_distributed::types::LaunchEnv;
 use candle_distributed::{
     mesh::{DeviceMesh, Replica, Uneven},
     ops::{
@@ -292,8 +286,6 @@ fn loss(_: &Replica, model: &Transformer, (ids, weights): (Tensor, Tensor)) -> R
     Ok(Loss::sum(model.loss(&ids, &weights)?, tokens))
 }
 
-type Outcome<T> = std::result::Result<T, Box<dyn std::error::Error>>;
-
 /// Trains on a batch and returns its loss.
 type TrainStep = Box<dyn FnMut((Tensor, Tensor)) -> Outcome<f64>>;
 
@@ -328,59 +320,12 @@ fn build_step(config: StepConfig, mesh: &DeviceMesh) -> Outcome<TrainStep> {
     Ok(Box::new(move |batch| Ok(model.step(batch, units_loss)?.loss)))
 }
 
-fn build_mesh(config: StepConfig) -> Outcome<DeviceMesh> {
-    let mesh = DeviceMesh::builder().axis(DeviceMesh::AXIS, config.slots);
-    #[cfg(feature = "mpi")]
-    if LaunchEnv::from_env()?.is_some() {
-        return Ok(mesh.mpi(Device::Cpu)?);
-    }
-    Ok(match NonZeroU64::new(config.bytes_per_second as u64) {
-        Some(bytes_per_second) => mesh.simulated_bandwidth(bytes_per_second).cpu()?,
-        None => mesh.cpu()?,
-    })
-}
-
 fn main() -> Outcome<()> {
     let config = StepConfig::from_args();
-    let mesh = build_mesh(config)?;
+    let mesh = open_mesh(config.slots, NonZeroU64::new(config.bytes_per_second as u64))?;
     let base_mib = peak_mib();
     let mut step = build_step(config, &mesh)?;
     let (ids, weights) = training_data(config)?;
-    let mut times = Vec::new();
-    let mut losses = Vec::new();
-    let warm_up = config.steps / 4;
-    let mut processor = 0.0;
-    for number in 0..config.steps {
-        if number == warm_up {
-            processor = processor_seconds();
-        }
-        let start = Instant::now();
-        let loss = step((ids.clone(), weights.clone()))?;
-        times.push(start.elapsed().as_secs_f64() * 1e3);
-        losses.push(loss);
-    }
-    let processor = (processor_seconds() - processor) / (config.steps - warm_up) as f64 * 1e3;
-    let mut times = times.split_off(warm_up);
-    times.sort_by(f64::total_cmp);
-    let memory = [peak_mib(), peak_mib() - base_mib];
-    let n_slots = mesh.devices().len();
-    // The slots of a process return the same numbers.
-    let all = mesh.gather_numbers(&vec![memory; n_slots])?;
-    let sum = |index: usize| all.iter().step_by(n_slots).map(|memory| memory[index]).sum::<u64>();
-    if !mesh.is_first_process() {
-        return Ok(());
-    }
-    println!(
-        "{:?} on {}: {:.1} / {:.1} ms, {processor:.0} ms of processor, {} MiB, {} above the start, \
-         losses {:?}",
-        config.form,
-        config.slots,
-        times[0],
-        times[times.len() / 2],
-        sum(0),
-        sum(1),
-        [losses[0], losses[1], losses[losses.len() - 1]],
-    );
-    assert!(losses[losses.len() - 1] < losses[0], "the loss did not fall");
-    Ok(())
+    let name = format!("{:?} on {}", config.form, config.slots);
+    time_steps(&name, &mesh, base_mib, config.steps, || step((ids.clone(), weights.clone())))
 }

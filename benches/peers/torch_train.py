@@ -107,7 +107,7 @@ def fully_sharded(sizes, is_checkpointed):
     return model
 
 
-def run(sizes, rows, steps, rank=0, world=1, mode="eager"):
+def run(rank, world, mode, sizes, rows, steps):
     torch.manual_seed(0)
     ids, weights = data(rows, sizes[3])
     if world > 1:
@@ -121,14 +121,19 @@ def run(sizes, rows, steps, rank=0, world=1, mode="eager"):
             model = nn.parallel.DistributedDataParallel(model)
         if mode == "compile":
             model.compile()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return time_steps(model.parameters(), steps, lambda: model(ids, weights))
+
+
+def time_steps(parameters, steps, forward):
+    """Returns the sorted times of steps after a quarter of them, the processor time of one, and all losses."""
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
     warm_up, times, losses = steps // 4, [], []
     for step in range(steps):
         if step == warm_up:
             processor = processor_seconds()
         start = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
-        loss = model(ids, weights)
+        loss = forward()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -141,29 +146,35 @@ def report(name, times, processor, losses, memory):
     losses = [round(losses[index], 6) for index in (0, 1, -1)]
     print(
         f"{name}: {least:.1f} / {median:.1f} ms, {processor * 1e3:.0f} ms of processor, "
-        f"{memory} MiB, losses {losses}",
+        f"{memory}, losses {losses}",
         flush=True,
     )
 
 
-def worker(rank, mode, world, port, sizes, rows, steps):
+def worker(rank, name, world, port, run, small, large):
     import torch.distributed as dist
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
     # Train a small model first, so that the libraries' own memory is not measured.
-    run([16, 1, 2, 8], world, 2, rank, world, mode)
+    run(rank, world, *small)
     before = resident("VmRSS")
     with open("/proc/self/clear_refs", "w") as marks:
         marks.write("5")  # Reset the high-water mark.
-    times, processor, losses = run(sizes, rows, steps, rank, world, mode)
+    times, processor, losses = run(rank, world, *large)
     total = torch.tensor([processor, resident("VmHWM") - before], dtype=torch.float64)
     dist.all_reduce(total)
     if rank == 0:
         processor, memory = total.tolist()
-        report(f"torch {mode} on {world}", times, processor, losses, round(memory))
+        report(f"{name} on {world}", times, processor, losses, f"{round(memory)} MiB")
     dist.destroy_process_group()
+
+
+def spawn(name, world, run, small, large):
+    """Starts processes that call `run` with the arguments of a small model, then of the one that is measured."""
+    port = 29500 + os.getpid() % 400
+    torch.multiprocessing.spawn(worker, (name, world, port, run, small, large), nprocs=world)
 
 
 def main():
@@ -172,13 +183,12 @@ def main():
     defaults = [2, 128, 2, 4, 128, 32, 24]
     threads, *sizes, rows, steps = numbers + defaults[len(numbers):]
     if mode not in ("eager", "compile"):
-        port = 29500 + os.getpid() % 400
-        arguments = (mode, threads, port, sizes, rows, steps)
-        torch.multiprocessing.spawn(worker, arguments, nprocs=threads)
+        small = mode, [16, 1, 2, 8], threads, 2
+        spawn(f"torch {mode}", threads, run, small, (mode, sizes, rows, steps))
     else:
         torch.set_num_threads(threads)
-        measured = run(sizes, rows, steps, mode=mode)
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        measured = run(0, 1, mode, sizes, rows, steps)
+        memory = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024} MiB"
         report(f"torch {mode} on {threads}", *measured, memory)
 
 
