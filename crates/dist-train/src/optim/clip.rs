@@ -1,8 +1,11 @@
 //! Gradient clipping by norm, like PyTorch's `clip_grad_norm_`.
 
+#![allow(clippy::inline_always, reason = "only inlined code has the instructions of its caller")]
+
 use std::array;
 
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor};
+use pulp::{Arch, NullaryFnOnce};
 
 use crate::{
     error::{Error, Result as TrainResult},
@@ -61,28 +64,40 @@ fn sum_by_rows(x: &Tensor) -> Result<f64> {
 }
 
 fn squares_on_host(storage: &CpuStorage, layout: &Layout) -> Result<f64> {
-    let items = Items::new(storage, layout)?;
-    let mut buffer = [0.0; BLOCK];
-    let mut sums = CompensatedSums::<LANES>::default();
-    for first in (0..items.len()).step_by(BLOCK) {
-        let block = items.read(first..items.len().min(first + BLOCK), &mut buffer);
-        let (chunks, rest) = block.as_chunks::<LANES>();
-        for chunk in chunks {
-            sums.add(chunk.map(|item| item * item));
+    Ok(Arch::new().dispatch(SquaredItems(Items::new(storage, layout)?)))
+}
+
+/// Adds squares with the widest instructions that the processor has; they round alike.
+struct SquaredItems<'a>(Items<'a>);
+
+impl NullaryFnOnce for SquaredItems<'_> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn call(self) -> f64 {
+        let Self(items) = self;
+        let mut buffer = [0.0; BLOCK];
+        let mut sums = CompensatedSums::<LANES>::default();
+        for first in (0..items.len()).step_by(BLOCK) {
+            let block = items.read(first..items.len().min(first + BLOCK), &mut buffer);
+            let (chunks, rest) = block.as_chunks::<LANES>();
+            for chunk in chunks {
+                sums.add(chunk.map(|item| item * item));
+            }
+            // Zeros change no sum.
+            let mut last = [0.0; LANES];
+            last.iter_mut().zip(rest).for_each(|(square, item)| *square = item * item);
+            sums.add(last);
         }
-        // Zeros change no sum.
-        let mut last = [0.0; LANES];
-        last.iter_mut().zip(rest).for_each(|(square, item)| *square = item * item);
-        sums.add(last);
+        let mut total = CompensatedSums::default();
+        for (high, low) in sums.high.into_iter().zip(sums.low) {
+            total.add([high]);
+            total.low[0] += low;
+        }
+        let ([high], [low]) = (total.high, total.low);
+        // An overflowed sum has no rounding error, and infinity minus infinity would be NaN.
+        if high.is_finite() { high + low } else { high }
     }
-    let mut total = CompensatedSums::default();
-    for (high, low) in sums.high.into_iter().zip(sums.low) {
-        total.add([high]);
-        total.low[0] += low;
-    }
-    let ([high], [low]) = (total.high, total.low);
-    // An overflowed sum has no rounding error, and infinity minus infinity would be NaN.
-    Ok(if high.is_finite() { high + low } else { high })
 }
 
 /// Sums with the rounding errors of their additions (Ogita, Rump and Oishi, "Accurate Sum and Dot
@@ -100,6 +115,7 @@ impl<const N: usize> Default for CompensatedSums<N> {
 
 impl<const N: usize> CompensatedSums<N> {
     /// Adds a term to each sum. Arrays are replaced as a whole, which the compiler vectorizes.
+    #[inline(always)]
     fn add(&mut self, terms: [f64; N]) {
         let before = self.high;
         let high: [f64; N] = array::from_fn(|lane| before[lane] + terms[lane]);

@@ -1,5 +1,7 @@
 //! Items of CPU tensors, read in blocks for any dtype and strides.
 
+#![allow(clippy::inline_always, reason = "only inlined code has the instructions of its caller")]
+
 use std::ops::Range;
 
 use candle_core::{CpuStorage, Layout, Result, backend::BackendStorage, bail};
@@ -35,6 +37,7 @@ impl<'a> Items<'a> {
 
     /// Returns the items in `range` as numbers of type `T`, without a copy if possible, and
     /// otherwise in `buffer`, which must be long enough.
+    #[inline(always)]
     pub(in crate::optim) fn read<'b, T: Real>(
         &self,
         range: Range<usize>,
@@ -62,6 +65,7 @@ impl<'a> Items<'a> {
     }
 
     /// Copies the items of `range` into `buffer`.
+    #[inline(always)]
     fn gather<S: Copy, T>(
         &self,
         data: &[S],
