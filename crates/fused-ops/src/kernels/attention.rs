@@ -720,7 +720,9 @@ impl<T: Float> NullaryFnOnce for DifferentiateScores<'_, T> {
             let weighted_sum = self.weighted_sums[query];
             let n_visible = self.block.n_visible(row);
             let (seen, hidden) = weights.split_at_mut(n_visible);
-            seen.iter_mut().for_each(|score| *score -= log_sum);
+            for score in &mut *seen {
+                *score -= log_sum;
+            }
             exp_in_place(seen);
             for (&mut weight, grad) in seen.iter_mut().zip(&mut grads[..n_visible]) {
                 *grad = weight * (*grad - weighted_sum) * self.scale;

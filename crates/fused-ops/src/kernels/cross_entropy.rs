@@ -222,7 +222,9 @@ impl<T: Float> NullaryFnOnce for InPlaceKernel<'_, T> {
         let Self { rule, total_class_weight, .. } = self;
         let rows = self.x.chunks_exact_mut(rule.classes).zip(self.targets).zip(self.log_sums);
         for ((x, &RowTarget { class, weight }), &log_sum) in rows {
-            x.iter_mut().for_each(|x| *x -= log_sum);
+            for x in &mut *x {
+                *x -= log_sum;
+            }
             RowFactors::new(rule, total_class_weight, class, weight).replace(x, rule, class);
         }
     }

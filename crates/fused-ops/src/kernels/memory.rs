@@ -230,11 +230,13 @@ mod tests {
 
     #[test]
     fn two_vectors_are_joined_beside_a_slice() {
-        let mut x = [1.0_f32, 2.0, 3.0, 4.0, 5.0];
+        let mut x = vec![1.0_f32, 2.0, 3.0, 4.0, 5.0];
         let [negated, halves] = two_vecs_of_blocks(&mut x, 2, |block, x, [negated, halves]| {
             negated.push1(x, |x| -x);
             halves.push1(x, |x| x / 2.0);
-            x.iter_mut().for_each(|x| *x += block as f32);
+            for x in x {
+                *x += block as f32;
+            }
         });
         assert_eq!(negated, [-1.0, -2.0, -3.0, -4.0, -5.0]);
         assert_eq!(halves, [0.5, 1.0, 1.5, 2.0, 2.5]);

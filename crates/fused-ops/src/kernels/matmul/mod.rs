@@ -279,12 +279,17 @@ mod tests {
     fn bits_are_those_of_fused_sums() {
         let x: Vec<f32> = (0..700).map(|i| (i as f32 * 0.7).sin()).collect();
         let y: Vec<f32> = (0..700).map(|i| (i as f32 * 0.3).cos()).collect();
-        let found = product(MatrixView::contiguous(&x, 1, 700), MatrixView::contiguous(&y, 700, 1));
+        let found = |n| {
+            let x = MatrixView::contiguous(&x[..n], 1, n);
+            product(x, MatrixView::contiguous(&y[..n], n, 1))
+        };
         let run = |ks: Range<usize>| ks.fold(0.0_f32, |sum, k| x[k].mul_add(y[k], sum));
         // Two blocks of at most 512, with two runs each.
         let block = |k| run(k..k + 175) + run(k + 175..k + 350);
         if !matches!(arch(), Arch::Scalar) {
-            assert_eq!(found, [block(0) + block(350)]);
+            assert_eq!(found(700), [block(0) + block(350)]);
+            // A run has at least 16 products.
+            assert_eq!(found(20), [run(0..16) + run(16..20)]);
         }
     }
 
