@@ -16,8 +16,9 @@ use candle_distributed::{
 /// A result of a bench.
 pub type Outcome<T> = Result<T, Box<dyn error::Error>>;
 
-/// Returns a mesh of `slots` virtual CPU devices, which share the cores. With a bandwidth, slots sleep as long as a network of
-/// that speed would take. With the feature `mpi`, a launcher starts one process for each slot.
+/// Returns a mesh of `slots` virtual CPU devices, which share the cores. With a bandwidth, slots sleep
+/// as long as a network of that speed would take. With the feature `mpi`, a launcher starts one process
+/// for each slot.
 ///
 /// # Errors
 ///

@@ -9,6 +9,8 @@
 //! `step.rs`. With the prefix `lora-` only adapters of rank 8 on all linear layers are trained;
 //! `lora-half-` also stores their weights in `bf16`. Prints the line of [`time_steps`].
 
+#![allow(clippy::print_stdout, reason = "without a folder there is only a message")]
+
 use std::{env, fs, path::PathBuf};
 
 use benches::{Outcome, open_mesh, peak_mib, time_steps};
