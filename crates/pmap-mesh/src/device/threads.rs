@@ -29,8 +29,9 @@ pub const THREAD_VARIABLES: [&str; 2] = ["RAYON_NUM_THREADS", "CANDLE_NUM_THREAD
 /// spins before it sleeps.
 const SPIN_VARIABLE: &str = "CANDLE_BARRIER_POOL_SPIN_LIMIT";
 
-/// Some tens of microseconds. With candle's own limit, 25,000, a training step of fused operations on one
-/// slot with two cores takes 5 % longer, and one of candle's operations equally long.
+/// The limit that [`init_threads`] sets; a thread reaches it within tens of microseconds. With candle's
+/// own limit, 25,000, a training step of fused operations on one slot with two cores takes 5 % longer (an
+/// AMD EPYC), and a step of candle's operations equally long.
 const SPIN_LIMIT: &str = "1000";
 
 /// Gives each of `slots` slots on this machine's processor an equal share of the cores, at least
@@ -45,11 +46,11 @@ const SPIN_LIMIT: &str = "1000";
 /// candle takes its thread counts from environment variables, so this function sets each of
 /// [`THREAD_VARIABLES`] that is unset; a value set by the user stays. If it sets one of them, it also
 /// sets `CANDLE_BARRIER_POOL_SPIN_LIMIT` to 1000, unless that is set, so that candle's idle threads
-/// leave the cores to other kernels. Setting a variable is sound
-/// only while no other thread can read the environment, so the call fails if there is another
-/// thread. Threads are counted on Linux, Android, macOS, iOS, FreeBSD and AIX. On Windows threads
-/// are not counted, because the environment may be changed at any time. On other systems the call
-/// fails: set the variables before the program starts.
+/// leave the cores to other kernels. Setting a variable is sound only while no other thread can read
+/// the environment, so the call fails if there is another thread. Threads are counted on Linux,
+/// Android, macOS, iOS, FreeBSD and AIX. On Windows threads are not counted, because the environment
+/// may be changed at any time. On other systems the call fails: set the variables before the program
+/// starts.
 ///
 /// # Errors
 ///
@@ -75,17 +76,15 @@ pub fn init_threads(slots: usize) -> Result<()> {
     if slots == 0 {
         return Err(MeshError::Size { count: 0, max: MAX_DEVICES }.into());
     }
-    let is_unset = |name: &str| env::var_os(name).is_none();
-    if !THREAD_VARIABLES.into_iter().any(is_unset) {
-        return Ok(());
-    }
-    check_single_thread()?;
     // If the number of cores is unknown, use 1, which is valid on every machine.
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let share = (cores / slots).max(1).to_string();
-    let [rayon, candle] = THREAD_VARIABLES;
-    let values = [(rayon, &*share), (candle, &share), (SPIN_VARIABLE, SPIN_LIMIT)];
-    for (name, value) in values.into_iter().filter(|(name, _)| is_unset(name)) {
+    let values = missing_values(&share, |name| env::var_os(name).is_some());
+    if values.is_empty() {
+        return Ok(());
+    }
+    check_single_thread()?;
+    for (name, value) in values {
         #[expect(unsafe_code, reason = "candle has no other setting for its thread counts")]
         // SAFETY: The check above found no other thread in this process, so no thread can start one
         // or read the environment here. On Windows any thread may set variables.
@@ -94,6 +93,15 @@ pub fn init_threads(slots: usize) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Returns the variables to set, and their values: none if the user has set both thread counts.
+fn missing_values(share: &str, is_set: impl Fn(&str) -> bool) -> Vec<(&'static str, &str)> {
+    if THREAD_VARIABLES.into_iter().all(&is_set) {
+        return Vec::new();
+    }
+    let all = THREAD_VARIABLES.map(|name| (name, share)).into_iter();
+    all.chain([(SPIN_VARIABLE, SPIN_LIMIT)]).filter(|(name, _)| !is_set(name)).collect()
 }
 
 /// Rejects a process that has a second thread, or whose threads cannot be counted.
@@ -139,6 +147,17 @@ pub(crate) fn warn_unless_threads_are_set(slots: usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn values_of_the_user_stay() {
+        let [rayon, candle] = THREAD_VARIABLES;
+        let spin = (SPIN_VARIABLE, SPIN_LIMIT);
+        let missing = |set: &[&str]| missing_values("3", |name| set.contains(&name));
+        assert_eq!(missing(&[]), [(rayon, "3"), (candle, "3"), spin]);
+        assert_eq!(missing(&[rayon]), [(candle, "3"), spin]);
+        assert_eq!(missing(&[candle, SPIN_VARIABLE]), [(rayon, "3")]);
+        assert_eq!(missing(&[rayon, candle]), []);
+    }
 
     #[test]
     fn slots_of_one_process_compete() {
