@@ -1,5 +1,5 @@
 //! Shows what candle's backward pass spends on zeros: it adds the first gradient of every tensor to a
-//! tensor of zeros. All of this is candle's but the last line.
+//! tensor of zeros. All times but the last are those of candle's operations.
 //!
 //! ```console
 //! cargo run --release -p fused-ops --example first_gradients
@@ -39,19 +39,13 @@ fn main() -> Result<()> {
         weights.iter().try_fold(x.clone(), |y, w| y.matmul(w)?.affine(scale, 0.0))?.sum_all()?;
     let backward = least(|| loss.backward())?;
 
-    // The arithmetic of the gradients, without zeros: two products a layer.
+    // The arithmetic of the gradients: two products a layer. Results are kept to the end, as in a pass.
     let products = least(|| {
-        for w in &weights {
-            let _ = (x.matmul(&w.t()?)?, x.t()?.matmul(&x)?);
-        }
-        Ok(())
+        let products = weights.iter().map(|w| Ok((x.matmul(&w.t()?)?, x.t()?.matmul(&x)?)));
+        products.collect::<Result<Vec<_>>>()
     })?;
-    let zeros = least(|| {
-        for w in &weights {
-            let _ = w.zeros_like()?.add(w)?;
-        }
-        Ok(())
-    })?;
+    let zeros =
+        least(|| weights.iter().map(|w| w.zeros_like()?.add(w)).collect::<Result<Vec<_>>>())?;
     println!(
         "candle's backward: {backward:.1?}; its products: {products:.1?}; zeros and sums: {zeros:.1?}"
     );
