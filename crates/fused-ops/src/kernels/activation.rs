@@ -11,8 +11,8 @@ use super::{
 };
 use crate::config::Activation;
 
-/// The numbers whose exponentials are computed together.
-const PART: usize = 512;
+/// Numbers that stay in the first-level cache with their exponentials.
+const CHUNK: usize = 512;
 
 /// A function of one number, from the number and an exponential.
 pub(super) trait ActivationCurve<T: Float>: Copy + Send + Sync {
@@ -33,7 +33,7 @@ impl<T: Float> ActivationCurve<T> for Relu {
 
     #[inline(always)]
     fn exponent(self, _: T) -> T {
-        T::ZERO
+        unreachable!("ReLU has no exponential")
     }
 
     #[inline(always)]
@@ -153,7 +153,7 @@ fn logistic<T: Float>(x: T, exponential: T) -> (T, T) {
 fn exponentials_of<'a, T: Float, C: ActivationCurve<T>>(
     curve: C,
     x: &[T],
-    exponentials: &'a mut [T; PART],
+    exponentials: &'a mut [T; CHUNK],
 ) -> &'a [T] {
     let exponentials = &mut exponentials[..x.len()];
     if C::HAS_EXPONENTIAL {
@@ -259,8 +259,8 @@ impl<T: Float, C: ActivationCurve<T>> NullaryFnOnce for ForwardKernel<'_, '_, T,
 
     #[inline(always)]
     fn call(self) {
-        let mut memory = [T::ZERO; PART];
-        for x in self.x.chunks(PART) {
+        let mut memory = [T::ZERO; CHUNK];
+        for x in self.x.chunks(CHUNK) {
             let exponentials = exponentials_of(self.curve, x, &mut memory);
             self.out.push2(x, exponentials, |x, e| self.curve.value(x, e));
         }
@@ -277,8 +277,8 @@ impl<T: Float, C: ActivationCurve<T>> NullaryFnOnce for ForwardInPlace<'_, T, C>
 
     #[inline(always)]
     fn call(self) {
-        let mut memory = [T::ZERO; PART];
-        for x in self.x.chunks_mut(PART) {
+        let mut memory = [T::ZERO; CHUNK];
+        for x in self.x.chunks_mut(CHUNK) {
             let exponentials = exponentials_of(self.curve, x, &mut memory);
             for (x, &e) in x.iter_mut().zip(exponentials) {
                 *x = self.curve.value(*x, e);
@@ -299,8 +299,8 @@ impl<T: Float, C: ActivationCurve<T>> NullaryFnOnce for BackwardKernel<'_, '_, T
 
     #[inline(always)]
     fn call(self) {
-        let mut memory = [T::ZERO; PART];
-        for (x, grad) in self.x.chunks(PART).zip(self.grad.chunks(PART)) {
+        let mut memory = [T::ZERO; CHUNK];
+        for (x, grad) in self.x.chunks(CHUNK).zip(self.grad.chunks(CHUNK)) {
             let exponentials = exponentials_of(self.curve, x, &mut memory);
             self.out.push3(x, exponentials, grad, |x, e, grad| grad * self.curve.slope(x, e));
         }
@@ -318,8 +318,8 @@ impl<T: Float, C: ActivationCurve<T>> NullaryFnOnce for BackwardInPlace<'_, T, C
 
     #[inline(always)]
     fn call(self) {
-        let mut memory = [T::ZERO; PART];
-        for (x, grad) in self.x.chunks(PART).zip(self.grad.chunks_mut(PART)) {
+        let mut memory = [T::ZERO; CHUNK];
+        for (x, grad) in self.x.chunks(CHUNK).zip(self.grad.chunks_mut(CHUNK)) {
             let exponentials = exponentials_of(self.curve, x, &mut memory);
             for ((grad, &x), &e) in grad.iter_mut().zip(x).zip(exponentials) {
                 *grad *= self.curve.slope(x, e);
@@ -339,8 +339,8 @@ impl<T: Float> NullaryFnOnce for GatedKernel<'_, '_, T> {
 
     #[inline(always)]
     fn call(self) {
-        let mut memory = [T::ZERO; PART];
-        for (gate, up) in self.gate.chunks(PART).zip(self.up.chunks(PART)) {
+        let mut memory = [T::ZERO; CHUNK];
+        for (gate, up) in self.gate.chunks(CHUNK).zip(self.up.chunks(CHUNK)) {
             let exponentials = exponentials_of(Silu, gate, &mut memory);
             self.out.push3(gate, exponentials, up, |gate, e, up| Silu.value(gate, e) * up);
         }
@@ -360,9 +360,9 @@ impl<T: Float> NullaryFnOnce for GatedBackward<'_, '_, T> {
 
     #[inline(always)]
     fn call(self) {
-        let mut memory = [T::ZERO; PART];
-        let parts = self.gate.chunks(PART).zip(self.up.chunks(PART));
-        for ((gate, up), grad) in parts.zip(self.grad.chunks_mut(PART)) {
+        let mut memory = [T::ZERO; CHUNK];
+        let parts = self.gate.chunks(CHUNK).zip(self.up.chunks(CHUNK));
+        for ((gate, up), grad) in parts.zip(self.grad.chunks_mut(CHUNK)) {
             let exponentials = exponentials_of(Silu, gate, &mut memory);
             self.product.push3(gate, exponentials, up, |gate, e, up| Silu.value(gate, e) * up);
             let out = &mut *self.grad_gate;

@@ -4,13 +4,14 @@ use pulp::NullaryFnOnce;
 
 use super::{float::Float, vectorized};
 
-/// The numbers whose parts are computed together.
+/// Numbers in a loop. The compiler unrolls loops over 64 numbers as a whole, which takes twice the time.
 const PART: usize = 128;
 
 /// Replaces each number by its exponential, with the bits of [`Float::exp`].
 ///
-/// In one loop each exponential is a chain of some thirty operations, of which a processor overlaps
-/// few. Loops with shorter chains take half the time, unless they share registers with other loops.
+/// In one loop each exponential is a chain of some thirty operations, and a processor overlaps few such
+/// chains. Three loops with shorter chains take some 0.6 of the time. This function is never inlined,
+/// since its loops would share registers with those of a caller.
 #[inline(never)]
 pub(super) fn exp_in_place<T: Float>(x: &mut [T]) {
     vectorized(ExpInPlace(x));
@@ -42,14 +43,19 @@ impl<T: Float> NullaryFnOnce for ExpInPlace<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    use candle_core::WithDType;
+
     use super::*;
 
     fn assert_same_bits<T: Float>(x: Vec<T>) {
         let mut found = x.clone();
         exp_in_place(&mut found);
         for (x, found) in x.into_iter().zip(found) {
-            let [found, expected] = [found, Float::exp(x)].map(|y| y.to_f64().to_bits());
-            assert_eq!(found, expected, "{}", x.to_f64());
+            let [found, expected] = [found, Float::exp(x)].map(WithDType::to_f64);
+            // The language leaves the bits of NaN open.
+            let is_same =
+                found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan();
+            assert!(is_same, "{found} instead of {expected}");
         }
     }
 

@@ -37,10 +37,10 @@ pub(crate) trait Float: WithDType + Neg<Output = Self> + Vectors {
     /// Returns the number less a multiple of ln 2, and half of 2 to the power of that multiple.
     fn exp_parts(self) -> (Self, Self);
 
-    /// Returns a polynomial, which is e^`rest` after [`exp_of_parts`](Self::exp_of_parts).
+    /// Returns (e^`rest` − 1 − `rest`) / `rest`², by a polynomial.
     fn exp_tail(rest: Self) -> Self;
 
-    /// Returns e to the power of `self` from its parts.
+    /// Returns e to the power of `self` from its parts and the tail of its rest.
     fn exp_of_parts(self, tail: Self, rest: Self, half_power: Self) -> Self;
 
     /// Returns −z², or a number with the exponential 0 for `z` beyond the range of
