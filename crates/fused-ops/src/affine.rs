@@ -14,19 +14,16 @@ use crate::{
             low_rank::{LowRankMatrix, sum_products, transposed},
             sum_rows,
         },
-        matmul::{MatrixLayout, MatrixView, StoreMode, multiply_in_pool, product},
+        matmul::{MatrixView, product},
     },
     route::{Route, check_shape},
+    weight::{input_grad, parameter_grad, times_weight},
 };
-
-/// The rows of a frozen weight that are widened at once: enough for fast products, and a small part
-/// of the weight.
-const BLOCK_ROWS: usize = 256;
 
 /// The function x·weightᵀ + bias, and with an adapter + scale·(x·Aᵀ)·Bᵀ.
 ///
 /// The weight of a layer with an adapter is frozen: it has no gradient, and may have another dtype
-/// than the other tensors. The kernels widen it by blocks of rows.
+/// than the other tensors.
 #[derive(Clone, Debug)]
 pub(crate) struct AffineLayer {
     /// [outputs, inputs]
@@ -103,27 +100,24 @@ impl AffineLayer {
         weight.into_iter().chain(self.bias.as_ref().map(|tensor| (bias, tensor))).collect()
     }
 
-    /// Returns the layer with its tensors in single precision, except for a frozen weight.
+    /// Returns the layer with its bias and adapter in single precision. The kernels widen the weight.
     pub(crate) fn to_f32(&self) -> Result<Self> {
-        self.map(|tensor| tensor.to_dtype(DType::F32), self.adapter.is_some())
+        self.map_others(|tensor| tensor.to_dtype(DType::F32))
     }
 
     /// Returns the layer with contiguous tensors.
     pub(crate) fn contiguous(&self) -> Result<Self> {
-        self.map(Tensor::contiguous, false)
+        Ok(Self { weight: self.weight.contiguous()?, ..self.map_others(Tensor::contiguous)? })
     }
 
-    fn map(
-        &self,
-        f: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
-        keeps_weight: bool,
-    ) -> Result<Self> {
-        let weight = if keeps_weight { self.weight.clone() } else { f(&self.weight)? };
+    /// Returns the layer with `f` of all its tensors but the weight.
+    fn map_others(&self, f: impl Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
         let adapter = match &self.adapter {
             Some(Adapter { a, b, scale }) => Some(Adapter { a: f(a)?, b: f(b)?, scale: *scale }),
             None => None,
         };
-        Ok(Self { weight, bias: self.bias.as_ref().map(f).transpose()?, adapter })
+        let bias = self.bias.as_ref().map(f).transpose()?;
+        Ok(Self { weight: self.weight.clone(), bias, adapter })
     }
 
     /// Returns the tensors that may have gradients: weight, bias, A and B. A frozen weight is left
@@ -141,7 +135,7 @@ impl AffineLayer {
 
     /// Returns the result for the rows of `x`.
     pub(crate) fn forward<T: Float>(&self, x: &[T], rows: usize) -> Result<Vec<T>> {
-        let mut y = self.weight_product(x, rows)?;
+        let mut y = times_weight(&self.weight, x, rows)?;
         if let Some(bias) = &self.bias {
             add_bias(&mut y, CpuSlice::new(bias).as_slice()?);
         }
@@ -173,7 +167,7 @@ impl AffineLayer {
 
     /// Returns the gradient of x.
     pub(crate) fn backward_x<T: Float>(&self, grad: &OutputGrad<'_, T>) -> Result<Vec<T>> {
-        let mut grad_x = self.weight_product_back(grad.grad, grad.rows)?;
+        let mut grad_x = input_grad(&self.weight, grad.grad, grad.rows)?;
         if let Some(adapter) = &self.adapter {
             adapter.with_a(|a| a.expand_add(&mut grad_x, &grad.low, grad.rows))?;
         }
@@ -193,65 +187,22 @@ impl AffineLayer {
         let mut all = Vec::new();
         if self.adapter.is_none() {
             let x = MatrixView::contiguous(x, rows, inputs);
-            all.push(grad_of(&self.weight, || Ok(product(grads.t(), x)))?);
+            all.push(parameter_grad(&self.weight, || Ok(product(grads.t(), x)))?);
         }
         if let Some(bias) = &self.bias {
-            all.push(grad_of(bias, || Ok(sum_rows(grad.grad, outputs)))?);
+            all.push(parameter_grad(bias, || Ok(sum_rows(grad.grad, outputs)))?);
         }
         if let Some(adapter) = &self.adapter {
             let rank = adapter.a.dims()[0];
-            all.push(grad_of(&adapter.a, || Ok(sum_products(&grad.low, rank, x, inputs, rows)))?);
-            all.push(grad_of(&adapter.b, || {
+            all.push(parameter_grad(&adapter.a, || {
+                Ok(sum_products(&grad.low, rank, x, inputs, rows))
+            })?);
+            all.push(parameter_grad(&adapter.b, || {
                 let low = adapter.reduce_inputs(x, rows)?;
                 Ok(transposed(&sum_products(&low, rank, grad.grad, outputs, rows), outputs))
             })?);
         }
         Ok(all)
-    }
-
-    /// Returns x·weightᵀ.
-    fn weight_product<T: Float>(&self, x: &[T], rows: usize) -> Result<Vec<T>> {
-        let (outputs, inputs) = self.weight.dims2()?;
-        if self.weight.dtype() == T::DTYPE {
-            let x = MatrixView::contiguous(x, rows, inputs);
-            return Ok(product(x, Matrix::new(&self.weight)?.view()?.t()));
-        }
-        let mut y = vec![T::ZERO; rows * outputs];
-        self.for_each_block(|start, block: MatrixView<'_, T>| {
-            let x = MatrixView::contiguous(x, rows, inputs);
-            let layout = MatrixLayout::rows(rows, block.rows(), outputs);
-            let out = y.get_mut(start..).unwrap_or_default();
-            multiply_in_pool(out, layout, x, block.t(), StoreMode::Set);
-        })?;
-        Ok(y)
-    }
-
-    /// Returns grad·weight.
-    fn weight_product_back<T: Float>(&self, grad: &[T], rows: usize) -> Result<Vec<T>> {
-        let (outputs, inputs) = self.weight.dims2()?;
-        if self.weight.dtype() == T::DTYPE {
-            let grad = MatrixView::contiguous(grad, rows, outputs);
-            return Ok(product(grad, Matrix::new(&self.weight)?.view()?));
-        }
-        let mut grad_x = vec![T::ZERO; rows * inputs];
-        self.for_each_block(|start, block: MatrixView<'_, T>| {
-            let columns = MatrixLayout::rows(rows, block.rows(), outputs);
-            let grad = MatrixView::new(grad.get(start..).unwrap_or_default(), columns);
-            let layout = MatrixLayout::rows(rows, inputs, inputs);
-            multiply_in_pool(&mut grad_x, layout, grad, block, StoreMode::Add);
-        })?;
-        Ok(grad_x)
-    }
-
-    /// Calls `f` with blocks of the weight's rows, widened to `T`, and the index of their first row.
-    fn for_each_block<T: Float>(&self, mut f: impl FnMut(usize, MatrixView<'_, T>)) -> Result<()> {
-        let outputs = self.weight.dims()[0];
-        for start in (0..outputs).step_by(BLOCK_ROWS) {
-            let rows = BLOCK_ROWS.min(outputs - start);
-            let block = self.weight.narrow(0, start, rows)?.to_dtype(T::DTYPE)?;
-            f(start, Matrix::new(&block)?.view()?);
-        }
-        Ok(())
     }
 
     /// Returns the result by candle's operations.
@@ -313,35 +264,6 @@ pub(crate) struct OutputGrad<'a, T> {
     /// scale·grad·B [rows, rank], empty without an adapter.
     low: Vec<T>,
     rows: usize,
-}
-
-/// The elements of a contiguous matrix.
-struct Matrix<'a> {
-    slice: CpuSlice<'a>,
-    rows: usize,
-    columns: usize,
-}
-
-impl<'a> Matrix<'a> {
-    fn new(tensor: &'a Tensor) -> Result<Self> {
-        let (rows, columns) = tensor.dims2()?;
-        Ok(Self { slice: CpuSlice::new(tensor), rows, columns })
-    }
-
-    fn view<T: Float>(&self) -> Result<MatrixView<'_, T>> {
-        Ok(MatrixView::contiguous(self.slice.as_slice()?, self.rows, self.columns))
-    }
-}
-
-/// Returns a gradient of a parameter, or `None` if it is frozen.
-fn grad_of<T: Float>(
-    parameter: &Tensor,
-    grad: impl FnOnce() -> Result<Vec<T>>,
-) -> Result<Option<Tensor>> {
-    if !parameter.track_op() {
-        return Ok(None);
-    }
-    cpu_tensor(grad()?, parameter.shape()).map(Some)
 }
 
 /// Returns x·weightᵀ by candle's operations, with a gradient of `x` only. candle's own product would

@@ -45,6 +45,7 @@ mod recompute;
 mod route;
 #[cfg(test)]
 mod tests;
+mod weight;
 
 pub mod layers;
 

@@ -18,7 +18,6 @@ pub(crate) mod exponential;
 pub(crate) mod float;
 pub(crate) mod lanes;
 pub(crate) mod linear;
-pub(crate) mod linear_cross_entropy;
 pub(crate) mod matmul;
 pub(crate) mod memory;
 pub(crate) mod norm;

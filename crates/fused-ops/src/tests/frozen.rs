@@ -94,3 +94,27 @@ fn unfit_adapters_are_rejected() -> Result<()> {
     assert!(matches!(error([2, 3], [5, 2], DType::F64)?, crate::Error::DType { .. }));
     Ok(())
 }
+
+#[test]
+fn half_precision_head_is_the_widened_head() -> Result<()> {
+    let targets = Tensor::from_iter((0..70_u32).map(|n| n * 37 % 600), &Device::Cpu)?;
+    let config = crate::CrossEntropyConfig::default();
+    let outcome = |x: &Tensor, weight: &Tensor| -> crate::Result<_> {
+        let sum = crate::linear_cross_entropy(x, weight, &targets, &config)?.sum;
+        let grads = sum.backward()?;
+        Ok([sum, grads.get(x).unwrap().clone(), grads.get(weight).unwrap().clone()])
+    };
+    for half in [DType::F16, DType::BF16] {
+        let [x, weight] = [numbers(&[70, 33], 1), numbers(&[600, 33], 2)]
+            .map(|tensor| Var::from_tensor(&tensor.to_dtype(half).unwrap()).unwrap());
+        let [wide_x, wide_weight] =
+            [&x, &weight].map(|var| Var::from_tensor(&var.to_dtype(DType::F32).unwrap()).unwrap());
+        let found = outcome(&x, &weight)?;
+        let [sum, x, weight] = outcome(&wide_x, &wide_weight)?;
+        assert_eq!(values(&found[0]), values(&sum));
+        // Sums over 600 classes are cut into blocks.
+        assert!(relative_error(&found[1], &x) < 1e-2);
+        assert_eq!(values(&found[2]), values(&weight.to_dtype(half)?));
+    }
+    Ok(())
+}
