@@ -23,19 +23,17 @@ use std::{
 
 use candle_core::Tensor;
 use candle_distributed::{
-    mesh::DeviceMesh,
+    mesh::{DeviceMesh, keep_freed_memory},
     train::{Checkpoint, Checkpoints, DataParallel},
 };
 use candle_nn::{Init, Optimizer, SGD, VarBuilder};
-
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 const N_TENSORS: usize = 50;
 
 fn main() -> Result<()> {
+    keep_freed_memory();
     let is_test = env::args().any(|arg| arg == "--test");
     let args: Vec<String> = env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
     let parent = args.first().map_or_else(env::temp_dir, PathBuf::from);

@@ -9,7 +9,7 @@ use candle_core::Device;
 #[cfg(feature = "mpi")]
 use candle_distributed::types::LaunchEnv;
 use candle_distributed::{
-    mesh::{DeviceMesh, init_threads},
+    mesh::{DeviceMesh, init_threads, keep_freed_memory},
     train,
 };
 
@@ -24,6 +24,7 @@ pub type Outcome<T> = Result<T, Box<dyn error::Error>>;
 ///
 /// The errors of opening a mesh.
 pub fn open_mesh(slots: usize, bytes_per_second: Option<NonZeroU64>) -> Outcome<DeviceMesh> {
+    keep_freed_memory();
     init_threads(slots)?;
     let mesh = DeviceMesh::builder().axis(DeviceMesh::AXIS, slots);
     #[cfg(feature = "mpi")]

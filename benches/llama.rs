@@ -22,10 +22,6 @@ use candle_distributed::{
 };
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder};
 
-#[cfg(not(feature = "system-allocator"))]
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
-
 /// Trains on a batch and returns its loss.
 type TrainStep = Box<dyn FnMut((Tensor, Tensor)) -> Outcome<f64>>;
 

@@ -13,15 +13,12 @@ use std::{collections::BTreeMap, env, process::Command, time::Instant};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_distributed::{
     mesh::{
-        ALL, DeviceMesh,
+        ALL, DeviceMesh, keep_freed_memory,
         support::{Run, RunLayout},
     },
     types::LaunchEnv,
 };
 use ferrompi::{Mpi, ReduceOp};
-
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// Message sizes in bytes, each with its number of timed calls.
 const SIZES: [(usize, usize); 5] =
@@ -36,6 +33,7 @@ const LISTS: [&str; 4] = ["gather", "start gather", "reduce", "start reduce"];
 const LIST_SIZES: [(usize, usize); 3] = [(4 << 10, 1000), (4 << 20, 50), (64 << 20, 8)];
 
 fn main() {
+    keep_freed_memory();
     if LaunchEnv::from_env().unwrap().is_some() {
         run_as_rank(&env::args().nth(1).unwrap());
     } else {

@@ -11,12 +11,11 @@
 use std::{hint::black_box, time::Duration};
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
-use candle_distributed::ops::{self, Activation, AttentionConfig, CrossEntropyConfig, DropoutKey};
+use candle_distributed::{
+    mesh::keep_freed_memory,
+    ops::{self, Activation, AttentionConfig, CrossEntropyConfig, DropoutKey},
+};
 use criterion::{Criterion, criterion_group, criterion_main};
-
-/// The command line's allocator. The system's would map new pages for each result.
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// One form of an operation, applied to its inputs.
 type OperationForm<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
@@ -194,6 +193,7 @@ fn attention(c: &mut Criterion) -> Result<()> {
 }
 
 fn all(c: &mut Criterion) {
+    keep_freed_memory();
     for bench in [graph, rows, loss, linear, rope, attention] {
         if let Err(error) = bench(c) {
             panic!("bench failed: {error}");

@@ -4,13 +4,12 @@
 use std::time::Duration;
 
 use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore};
-use candle_distributed::train::{AdamW, ParamsSgd, Sgd};
+use candle_distributed::{
+    mesh::keep_freed_memory,
+    train::{AdamW, ParamsSgd, Sgd},
+};
 use candle_nn::{Optimizer, ParamsAdamW, SGD};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-
-/// The command line's allocator. The system's would map new pages for each of candle's temporaries.
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// Returns the shapes of a transformer with 8 blocks of width 256 over 2,048 tokens.
 fn shapes() -> Vec<Vec<usize>> {
@@ -102,6 +101,7 @@ fn sgd(c: &mut Criterion) -> Result<()> {
 
 #[expect(clippy::expect_used, reason = "a benchmark fails by panicking")]
 fn optimizers(c: &mut Criterion) {
+    keep_freed_memory();
     adamw(c).and_then(|()| sgd(c)).expect("the optimizers step");
 }
 

@@ -34,10 +34,6 @@ use candle_distributed::{
 };
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder};
 
-#[cfg(not(feature = "system-allocator"))]
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
-
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum StepForm {
     Fused,

@@ -1,4 +1,5 @@
-"""Runs commands in turn, and the commands of peers with each allocator: glibc's, tcmalloc and jemalloc.
+"""Runs commands in turn, and the commands of peers with each allocator: glibc's, also with the settings of our
+`keep_freed_memory`, tcmalloc and jemalloc.
 
     python beside.py ROUNDS OURS… -- PEERS…
 
@@ -19,19 +20,21 @@ import sys
 LARGEST_TIME = 1.1
 
 
+KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**63), "MALLOC_ARENA_MAX": "1"}
+
+
 def allocators():
-    """Returns the names of installed allocators, and their libraries."""
+    """Returns the names of installed allocators, and the variables that choose them."""
     libraries = {"tcmalloc": "tcmalloc_minimal", "jemalloc": "jemalloc"}
     found = {name: ctypes.util.find_library(library) for name, library in libraries.items()}
-    return {"glibc": None} | {name: library for name, library in found.items() if library}
+    preloaded = {name: {"LD_PRELOAD": library} for name, library in found.items() if library}
+    return {"glibc": {}, "glibc that keeps memory": KEPT_MEMORY} | preloaded
 
 
-def measure(command, library):
+def measure(command, variables):
     """Returns the least time of a step in milliseconds, and the memory in MiB."""
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    if library:
-        environment["LD_PRELOAD"] = library
-    done = subprocess.run(shlex.split(command), capture_output=True, text=True, env=environment)
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True, env=environment | variables)
     if done.returncode:
         sys.exit(f"{command} failed:\n{done.stderr}")
     line = done.stdout.strip().splitlines()[-1]
@@ -53,20 +56,20 @@ def main():
     rounds = int(sys.argv[1])
     cut = sys.argv.index("--")
     ours, peers = sys.argv[2:cut], sys.argv[cut + 1 :]
-    libraries = allocators()
-    runs = [(command, "its own", None) for command in ours]
-    runs += [(command, name, library) for command in peers for name, library in libraries.items()]
+    choices = allocators()
+    runs = [(command, "its own", {}) for command in ours]
+    runs += [(command, name, variables) for command in peers for name, variables in choices.items()]
     measured = {(command, name): [] for command, name, _ in runs}
     for _ in range(rounds):
-        for command, name, library in runs:
-            measured[command, name].append(measure(command, library))
+        for command, name, variables in runs:
+            measured[command, name].append(measure(command, variables))
     for (command, name), results in measured.items():
         show(f"{command}, {name}", results)
     for command in peers:
-        fastest = min(time for name in libraries for time, _ in measured[command, name])
+        fastest = min(time for name in choices for time, _ in measured[command, name])
         fair = {
             name: statistics.median(memory for _, memory in measured[command, name])
-            for name in libraries
+            for name in choices
             if min(time for time, _ in measured[command, name]) <= LARGEST_TIME * fastest
         }
         print(f"{command}: at its best with {min(fair, key=fair.get)}")

@@ -26,7 +26,7 @@ mod sync;
 pub use crate::engine::nccl::NcclStore;
 pub use crate::{
     axes::{ALL, MeshAxes},
-    device::threads::init_threads,
+    device::{allocator::keep_freed_memory, threads::init_threads},
     error::{
         CollectiveError, Error, MeshError, ProcessError, ReplicaError, Result, ValueError,
         fault::{Side, SpecFault},
