@@ -216,8 +216,6 @@ fn random_dry_run(draw: &mut RandomDraws, home: &ModelHome) -> Vec<String> {
 }
 
 /// A dry run takes at most the memory that the limit compares, and at least 0.6 of it.
-///
-/// A long hunt fails: about one dry run in six takes less, 0.4 of it at least.
 #[cfg(target_os = "linux")]
 #[test]
 fn predicted_memory_bounds_the_peak() {

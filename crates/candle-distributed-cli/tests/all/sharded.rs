@@ -289,7 +289,7 @@ fn dry_run_compares_and_writes_nothing() {
         assert_eq!(number(gathered[2]), number(gathered[1]) + 1 + 2 * n_units, "{printed}");
         let more = number(gathered[4]) - number(gathered[3]);
         assert!((1..1000).contains(&more), "{printed}");
-        for term in ["parameters", "gradients of a unit", "activations", "peak"] {
+        for term in ["parameters", "gathered parameters", "activations", "peak"] {
             assert!(row(&printed, term).len() >= 2, "{printed}");
         }
     }
