@@ -88,13 +88,16 @@ fn replicas_learn_the_same() {
 fn only_clipping_keeps_all_gradients() {
     let home = Home::new();
     let data = home.path("text.txt");
-    let train = ["train", "--data", &data, "--strategy", "full", "--dry-run"];
+    // Gradients outweigh activations.
+    let sizes = ["--hidden", "256", "--context", "16", "--max-tokens", "64"];
+    let train =
+        [&["train", "--data", &data, "--strategy", "full", "--dry-run"], &sizes[..]].concat();
     let within = text(&train);
-    assert_eq!(row(&within, "gradients ")[1], "0.00 B", "{within}");
     assert!(!within.contains("--max-grad-norm none"), "{within}");
     let clipped = [&train[..], &["--max-grad-norm", "1e9"]].concat();
     let after = text(&clipped);
-    assert_ne!(row(&after, "gradients ")[1], "0.00 B", "{after}");
+    let gradients = |table| row(table, "gradients beyond these")[1].to_owned();
+    assert_ne!(gradients(&within), gradients(&after), "{within}{after}");
     // Devices agree on gradients once per step instead of once per unit.
     assert_ne!(row(&within, "all_gather")[2], row(&after, "all_gather")[2], "{within}");
     let saved = after.lines().find(|line| line.starts_with("--max-grad-norm none saves")).unwrap();
@@ -307,7 +310,7 @@ const LARGE: [&str; 8] =
 /// Memory limit of four devices in one process: enough for a sharded model, but not for four full
 /// sets of gradients.
 #[cfg(target_os = "linux")]
-const LIMIT_KIB: u32 = 1_400_000;
+const LIMIT_KIB: u32 = 1_200_000;
 
 /// Trains the large model on four devices in a process with that limit.
 #[cfg(target_os = "linux")]

@@ -89,8 +89,9 @@ impl ClassStrata {
         self.fingerprint
     }
 
-    /// Checks that there is memory to sort the samples of an epoch.
+    /// Checks that an epoch is short enough, and that there is memory to sort its samples.
     pub(super) fn check_memory(&self) -> Result<()> {
+        table::check_len(self.len())?;
         table::reserve::<(u64, u32)>(self.len())?;
         Ok(())
     }
@@ -145,6 +146,13 @@ mod tests {
         let mut table = vec![u32::MAX; 3];
         strata.fill(&mut table, Seed::new(seed));
         table
+    }
+
+    #[test]
+    fn long_epochs_are_rejected_before_memory_is_taken() {
+        let strata = ClassStrata::new(&[0, 1], Quota::Fixed(1 << 40)).unwrap();
+        let too_long = Error::TooLongToShuffle { len: 2 << 40, max: table::MAX_LEN };
+        assert_eq!(strata.check_memory(), Err(too_long));
     }
 
     fn sorted(mut samples: Vec<u32>) -> Vec<u32> {

@@ -143,8 +143,8 @@ impl Workload<'_> {
     }
 
     /// Returns the bytes that the process would save without clipping, because a sharded model would
-    /// then update each unit in the backward pass. Returns `None` if it does so already, or if
-    /// accumulated gradients keep it from doing so.
+    /// then update each unit in the backward pass. Returns `None` if that saves nothing: it does so already,
+    /// accumulated gradients keep it from doing so, or activations outweigh gradients.
     ///
     /// # Errors
     ///
@@ -154,7 +154,8 @@ impl Workload<'_> {
         let Some(sharding) = self.sharding.filter(clips) else { return Ok(None) };
         let unclipped = Sharding { optimizer_in_backward: true, ..sharding.clone() };
         let unclipped = Workload { sharding: Some(&unclipped), ..*self }.predict()?;
-        Ok(Some(self.predict()?.total().saturating_sub(unclipped.total())))
+        let saved = self.predict()?.total().saturating_sub(unclipped.total());
+        Ok((saved > 0).then_some(saved))
     }
 
     /// Returns the bytes to generate text with the trained model, if they exceed the memory of training
@@ -273,14 +274,15 @@ impl Workload<'_> {
     /// Returns the bytes of the logits and of the head's gradient. Logits are computed by blocks of 8 MiB,
     /// or of 128 rows if these are more
     /// ([`linear_cross_entropy`](fused_ops::linear_cross_entropy)). The devices of a process are rarely
-    /// all at their heads. The gradient is in single precision, and half of it exists a second time.
+    /// all at their heads, so three fifths of the blocks count, and four fifths of the only one. The gradient is in single precision, and half of it exists a second time.
     fn head_bytes(&self) -> u128 {
         const FEWEST_ROWS: u128 = 128;
         const BLOCK_BYTES: u128 = 8 << 20;
         let row = self.sizes.vocabulary as u128 * Precision::F32.bytes();
         let block = (self.max_tokens() * row).min(BLOCK_BYTES.max(FEWEST_ROWS * row));
         let gradient = if self.trains_all() { self.sizes.hidden as u128 * row } else { 0 };
-        self.n_devices() * (block * 3 / 5 + gradient * 3 / 2)
+        let devices = self.n_devices();
+        block * (3 * devices).max(4) / 5 + devices * gradient * 3 / 2
     }
 
     /// Returns the bytes that the gradient of the embedding takes while it is added up.
@@ -456,9 +458,12 @@ mod tests {
             let sizes = ModelSizes { vocabulary, ..work.sizes };
             Workload { sizes, ..work }.head_bytes()
         };
-        assert_eq!(bytes(1 << 14), 2 * ((8 << 20) * 3 / 5));
-        assert_eq!(bytes(1 << 8), 2 * (1000 * 1024 * 3 / 5));
-        assert_eq!(bytes(1 << 15), 2 * ((128 << 17) * 3 / 5));
+        assert_eq!(bytes(1 << 14), (8 << 20) * 6 / 5);
+        assert_eq!(bytes(1 << 8), 1000 * 1024 * 6 / 5);
+        assert_eq!(bytes(1 << 15), (128 << 17) * 6 / 5);
+        let steps = [vec![Batch::from_indices(0..1, |_| 1000).unwrap()]];
+        let alone = Workload { world_size: 1, ranks: (0, 1), ..replicated(&frozen, &steps) };
+        assert_eq!(alone.head_bytes(), 1000 * 260 * 4 * 4 / 5);
         // A trained head has a gradient, in single precision for both types.
         for precision in [Precision::F32, Precision::Bf16] {
             let work = Workload { precision, ..replicated(&[], &[]) };
