@@ -18,7 +18,7 @@ use crate::{
 /// Buffers of kernels and bookkeeping.
 const KERNEL_BYTES: u128 = 10 << 20;
 
-/// The allocator's gaps between tensors are one part in so many of the tensors.
+/// The gaps that the allocator leaves between tensors take a fifth of the tensors' bytes.
 const GAP_DIVISOR: u128 = 5;
 
 /// The predicted peak of a process's memory, term by term.
@@ -31,8 +31,8 @@ pub struct MemoryPrediction {
 
 impl MemoryPrediction {
     /// The error that limits allow for, in percent of the prediction. The constants of the prediction are
-    /// fitted to 1,000 random dry runs of up to four layers (two cores of an AMD EPYC), whose peaks are
-    /// 0.76 to 1.24 of it. `predicted_memory_bounds_the_peak` in the tests of the command line measures
+    /// fitted to 1,000 random dry runs of up to four layers (glibc, two cores of an AMD EPYC), whose peaks
+    /// are 0.75 to 1.24 of it. `predicted_memory_bounds_the_peak` in the tests of the command line measures
     /// new ones.
     const LARGEST_ERROR_PERCENT: u64 = 25;
 
@@ -217,7 +217,14 @@ impl Workload<'_> {
             ("optimizer state", sum(|rank| rank.optimizer_bytes)),
             ("gathered parameters", gathered.into()),
         ];
-        let at_the_end = sum(|rank| rank.grad_bytes) + sum(|rank| rank.unreduced_bytes);
+        let gradients = sum(|rank| rank.grad_bytes);
+        let of_units = sum(|rank| rank.unreduced_bytes);
+        let at_the_end = if self.accumulates {
+            terms.push(("gradients of earlier micro-batches", gradients));
+            of_units
+        } else {
+            gradients + of_units
+        };
         terms.extend(self.passes(activations, at_the_end, gathered.into()));
         terms.extend(self.check.then_some(("checked gradients", all_gradients)));
         Ok(terms)
@@ -271,10 +278,12 @@ impl Workload<'_> {
         }
     }
 
-    /// Returns the bytes of the logits and of the head's gradient. Logits are computed by blocks of 8 MiB,
-    /// or of 128 rows if these are more
+    /// Returns the bytes of the logits and of the head's gradient.
+    ///
+    /// Logits are computed by blocks of 8 MiB, or of 128 rows if these are more
     /// ([`linear_cross_entropy`](fused_ops::linear_cross_entropy)). The devices of a process are rarely
-    /// all at their heads, so three fifths of the blocks count, and four fifths of the only one. The gradient is in single precision, and half of it exists a second time.
+    /// all at their heads, so three fifths of the blocks count, and four fifths of a single one. The
+    /// gradient is in single precision, and half of it exists a second time.
     fn head_bytes(&self) -> u128 {
         const FEWEST_ROWS: u128 = 128;
         const BLOCK_BYTES: u128 = 8 << 20;
@@ -425,6 +434,14 @@ mod tests {
         };
         let all = parameters.iter().map(f32_bytes).sum::<u128>();
         assert_eq!(tensors(true) - tensors(false), 2 * all);
+        let sharding = Sharding::default();
+        let sharded = Workload {
+            accumulates: true,
+            sharding: Some(&sharding),
+            ..replicated(parameters, &[])
+        };
+        let terms = sharded.sharded_terms(&sharding).unwrap();
+        assert!(terms.contains(&("gradients of earlier micro-batches", all)), "{terms:?}");
     }
 
     #[test]
