@@ -60,6 +60,17 @@ pub(crate) fn record<T: Float>(
     PrecomputedNode { output, shape, backward }.apply(inputs)
 }
 
+/// Copies `output`, of any type, and records the copy as the result of one to three inputs.
+pub(crate) fn record_tensor(
+    inputs: &[&Tensor],
+    output: Tensor,
+    backward: impl Backward,
+) -> Result<Tensor> {
+    let shape = output.shape().clone();
+    let output = NodeOutput::Copy(Mutex::new(Some(output)));
+    PrecomputedNode { output, shape, backward }.apply(inputs)
+}
+
 /// The backward of an operation with more inputs than a node of candle has.
 struct ManyInputs<B> {
     inputs: Vec<Tensor>,

@@ -8,10 +8,10 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Shape, Tensor};
+use candle_core::{DType, Tensor};
 
 use crate::{
-    autograd::{MultiBackward, record_copy},
+    autograd::{Backward, record_tensor},
     composed,
     error::{Error, Result},
     route::Route,
@@ -76,8 +76,7 @@ pub fn embedding(table: &Tensor, indices: &Tensor) -> Result<Tensor> {
     }
     match Route::new(OP, &[("table", table)])? {
         Route::Half(_) if table.track_op() => {
-            let y = select_rows(&table.detach(), indices)?;
-            record_copy(&[table], &y, HalfTable { shape: table.shape().clone(), rows })
+            record_tensor(&[table], select_rows(&table.detach(), indices)?, HalfTable { rows })
         }
         Route::F32 | Route::F64 | Route::Half(_) => Ok(select_rows(table, indices)?),
         Route::Composed => composed::embedding(table, indices),
@@ -92,31 +91,30 @@ fn select_rows(table: &Tensor, indices: &Tensor) -> candle_core::Result<Tensor> 
 
 /// The backward of rows that were selected from a table in half precision.
 struct HalfTable {
-    /// The shape of the table.
-    shape: Shape,
     /// The selected rows.
     rows: Vec<usize>,
 }
 
-impl MultiBackward<1> for HalfTable {
+impl Backward for HalfTable {
     const NAME: &'static str = "fused-embedding";
 
     fn backward(
         &self,
-        [y]: &[Tensor; 1],
-        [grad]: [Option<Tensor>; 1],
+        inputs: &[&Tensor],
+        _: &Tensor,
+        grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
-        let grad = grad.map_or_else(|| y.zeros_like(), Ok)?;
-        let grad = grad.reshape((self.rows.len(), self.shape.dims()[1]))?;
+        let table = inputs[0];
+        let grad = grad.reshape((self.rows.len(), table.dims()[1]))?;
         let mut uses = BTreeMap::<_, Vec<u32>>::new();
         for (position, &row) in (0..).zip(&self.rows) {
             uses.entry(row).or_default().push(position);
         }
-        let sum = Tensor::zeros(&self.shape, grad.dtype(), grad.device())?;
+        let sum = table.zeros_like()?.detach();
         for (row, positions) in uses {
             let positions = Tensor::new(positions, grad.device())?;
             let grads = grad.index_select(&positions, 0)?.to_dtype(DType::F32)?;
-            sum.slice_set(&grads.sum_keepdim(0)?.to_dtype(grad.dtype())?, 0, row)?;
+            sum.slice_set(&grads.sum_keepdim(0)?.to_dtype(sum.dtype())?, 0, row)?;
         }
         Ok(vec![Some(sum)])
     }
