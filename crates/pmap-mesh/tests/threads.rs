@@ -1,4 +1,5 @@
-//! The thread counts of candle's kernels: set in time by a program, or reported by a warning.
+//! The thread counts of candle's kernels, set in time by a program or reported by a warning, and the
+//! settings of the C library's allocator.
 //!
 //! This is a separate program: its tests start it again with environments that other tests must not
 //! see.
@@ -8,6 +9,7 @@
 use std::{
     env,
     process::{Command, Output},
+    thread,
 };
 
 use candle_core::{DType, Device, Tensor};
@@ -72,6 +74,58 @@ fn shared_threads_warn_once() {
         assert!(said.len() == 1 && said[0].contains("`pmap_mesh::init_threads(3)`"), "{said:?}");
     }
     assert_eq!(warnings(&THREAD_VARIABLES.map(|name| (name, "1"))), [""; 0]);
+}
+
+/// Whether memory at this address is in the process's heap.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+fn is_in_heap(memory: &[u8]) -> bool {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let heap = maps.lines().find(|line| line.ends_with("[heap]")).unwrap();
+    let (first, end) = heap.split_once(' ').unwrap().0.split_once('-').unwrap();
+    let [first, end] = [first, end].map(|address| usize::from_str_radix(address, 16).unwrap());
+    (first..end).contains(&memory.as_ptr().addr())
+}
+
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+fn resident_pages() -> usize {
+    let sizes = std::fs::read_to_string("/proc/self/statm").unwrap();
+    sizes.split(' ').nth(1).unwrap().parse().unwrap()
+}
+
+/// Returns whether a large and a small allocation are in the heap, and whether freed memory is kept.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+fn allocate() -> [bool; 3] {
+    const PAGE: usize = 4096;
+    const LARGE: usize = 64 << 20;
+    let before = resident_pages();
+    let large = vec![1; LARGE];
+    let are_in_heap = [&large, &vec![1; 64 << 10]].map(|memory| is_in_heap(memory));
+    drop(large);
+    let is_kept = resident_pages() >= before + LARGE / PAGE;
+    [are_in_heap[0], are_in_heap[1], is_kept]
+}
+
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+#[test]
+fn freed_memory_is_kept_unless_the_user_objects() {
+    if let Some(expected) = env::var_os("EXPECTED") {
+        pmap_mesh::keep_freed_memory();
+        // The thread of this test may have a heap of its own, which it took before the call.
+        let found = thread::spawn(allocate).join().unwrap();
+        assert_eq!(format!("{found:?}"), expected.to_str().unwrap());
+        return;
+    }
+    let name = "freed_memory_is_kept_unless_the_user_objects";
+    for (expected, variable, tunable) in [
+        ([true, true, true], "UNUSED", "glibc.malloc.perturb"),
+        ([false, true, false], "MALLOC_MMAP_MAX_", "glibc.malloc.mmap_max"),
+        ([true, true, false], "MALLOC_TRIM_THRESHOLD_", "glibc.malloc.trim_threshold"),
+        ([false, false, false], "MALLOC_ARENA_MAX", "glibc.malloc.arena_max"),
+    ] {
+        let expected = format!("{expected:?}");
+        run(name, &[("EXPECTED", &expected), (variable, "9")]);
+        run(name, &[("EXPECTED", &expected), ("GLIBC_TUNABLES", &format!("{tunable}=9"))]);
+    }
 }
 
 /// Runs the test of this name in a separate process, with only these variables.
