@@ -296,7 +296,7 @@ impl Workload<'_> {
 
     /// Returns the bytes that the gradient of the embedding takes while it is added up.
     fn embedding_bytes(&self) -> u128 {
-        let numel = (self.sizes.vocabulary * self.sizes.hidden) as u128;
+        let numel = self.sizes.vocabulary as u128 * self.sizes.hidden as u128;
         if self.trains_all() { numel * self.precision.bytes() * 3 / 2 } else { 0 }
     }
 
