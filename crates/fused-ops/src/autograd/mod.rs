@@ -6,18 +6,18 @@
 //! of zeros whose values are never read. No tensor is copied.
 
 mod direct;
+mod link;
 mod mailbox;
 mod multi;
 mod node;
 
-use std::{marker::PhantomData, sync::Mutex};
+use std::marker::PhantomData;
 
 use candle_core::{Device, Layout, Shape, Storage, StorageRef, Tensor};
 
 pub use self::direct::with_direct_grads;
 pub(crate) use self::mailbox::Mailbox;
 pub(crate) use self::multi::{MultiBackward, record_copy, record_many, scalar_with_grad};
-use self::node::{NodeOutput, PrecomputedNode};
 use crate::{error::Result, kernels::float::Float};
 
 /// The backward of an operation with one output.
@@ -50,35 +50,34 @@ pub(crate) fn record<T: Float>(
     if !inputs.iter().any(|input| input.track_op()) {
         return Ok(Tensor::from_vec(output, shape, &Device::Cpu)?);
     }
-    if inputs.len() > 3 {
-        let inputs_of_node = inputs.iter().map(|&input| input.clone()).collect();
-        let backward = ManyInputs { inputs: inputs_of_node, backward };
-        let [output] = record_many(inputs, [output], &shape, backward)?;
-        return Ok(output);
-    }
-    let output = NodeOutput::Computed(Mutex::new(Some(T::to_cpu_storage_owned(output))));
-    PrecomputedNode { output, shape, backward }.apply(inputs)
+    let [output] = record_many(inputs, [output], &shape, OneOutput::new(inputs, backward))?;
+    Ok(output)
 }
 
-/// Copies `output`, of any type, and records the copy as the result of one to three inputs.
+/// Copies `output`, of any type, and records the copy.
 pub(crate) fn record_tensor(
     inputs: &[&Tensor],
-    output: Tensor,
+    output: &Tensor,
     backward: impl Backward,
 ) -> Result<Tensor> {
-    let shape = output.shape().clone();
-    let output = NodeOutput::Copy(Mutex::new(Some(output)));
-    PrecomputedNode { output, shape, backward }.apply(inputs)
+    record_copy(inputs, output, OneOutput::new(inputs, backward))
 }
 
-/// The backward of an operation with more inputs than a node of candle has.
-struct ManyInputs<B> {
+/// The backward of an operation with one output, and the inputs that it reads.
+struct OneOutput<B> {
     inputs: Vec<Tensor>,
     backward: B,
 }
 
-impl<B: Backward> MultiBackward<1> for ManyInputs<B> {
+impl<B> OneOutput<B> {
+    fn new(inputs: &[&Tensor], backward: B) -> Self {
+        Self { inputs: inputs.iter().map(|&input| input.clone()).collect(), backward }
+    }
+}
+
+impl<B: Backward> MultiBackward<1> for OneOutput<B> {
     const NAME: &'static str = B::NAME;
+    const ARE_GRADS_OWN: bool = B::ARE_GRADS_OWN;
 
     fn backward(
         &self,

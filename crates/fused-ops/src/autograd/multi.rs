@@ -3,9 +3,10 @@
 //! candle's operations have at most three inputs and one output. Here a chain of [`InputNode`]s
 //! joins the inputs to one *token*, a few zeros without meaning, and an [`OutputNode`] for each
 //! output starts from the token. In the backward pass candle calls the output nodes, which leave
-//! the gradients of the outputs in a [`Mailbox`]. Then it calls the last input node, which computes
-//! the gradients of all inputs, and then the other input nodes. Each returns the gradients of its
-//! inputs to candle. The gradient of a token holds the tickets of the mailbox.
+//! the gradients of the outputs in a [`Mailbox`]; an operation with the [link](OutputLink) of an output
+//! leaves its gradient there itself. Then candle calls the last input node, which computes the gradients
+//! of all inputs, and then the other input nodes. Each returns the gradients of its inputs to candle. The
+//! gradient of a token holds the tickets of the mailbox: one for each output and one for each link.
 
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -13,6 +14,7 @@ use candle_core::{Shape, Tensor};
 
 use super::{
     Backward,
+    link::OutputLink,
     mailbox::Mailbox,
     node::{NodeOutput, PrecomputedNode},
 };
@@ -89,14 +91,17 @@ fn record_outputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     let shared = Arc::new(SharedGradients {
         backward,
         outputs: OnceLock::new(),
-        output_grads: Mailbox::default(),
+        output_grads: Arc::default(),
         input_grads: Mailbox::default(),
     });
     let token = join_inputs(inputs, &shared)?;
     let mut results = Vec::with_capacity(OUTPUTS);
     for (index, (output, shape)) in outputs.into_iter().enumerate() {
-        let backward = OutputNode { shared: Arc::clone(&shared), index };
-        results.push(PrecomputedNode { output, shape, backward }.apply(&[&token])?);
+        let link = OutputLink::new(&token, &shared.output_grads, index);
+        let backward = OutputNode { link: Arc::clone(&link) };
+        let output = PrecomputedNode { output, shape, backward }.apply(&[&token])?;
+        link.offer(&output);
+        results.push(output);
     }
     let results: [Tensor; OUTPUTS] =
         results.try_into().map_err(|_| candle_core::Error::msg("an output is missing"))?;
@@ -114,9 +119,17 @@ fn join_inputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     let join = |first: usize, inputs: &[&Tensor], is_last| {
         // Every node but the first joins the token of the previous node.
         let joins_token = first > 0;
-        let backward = InputNode { shared: Arc::clone(shared), first, joins_token, is_last };
-        PrecomputedNode { output: NodeOutput::Token, shape: Shape::from(OUTPUTS), backward }
-            .apply(inputs)
+        // The operation of an output may keep the gradient as that of a variable.
+        let take = |input: &&Tensor| if B::ARE_GRADS_OWN { OutputLink::take(input) } else { None };
+        let links: Vec<_> = inputs.iter().map(take).collect();
+        let inputs_and_links = inputs.iter().zip(&links);
+        let inputs: Vec<Tensor> = inputs_and_links
+            .map(|(&input, link)| link.as_ref().map_or(input, |link| link.token()).clone())
+            .collect();
+        let backward = InputNode { shared: Arc::clone(shared), first, links, joins_token, is_last };
+        let shape = Shape::from(2 * OUTPUTS);
+        PrecomputedNode { output: NodeOutput::Token, shape, backward }
+            .apply(&inputs.iter().collect::<Vec<_>>())
     };
     let (head, rest) = inputs.split_at(inputs.len().min(3));
     let mut token = join(0, head, rest.is_empty())?;
@@ -133,8 +146,8 @@ struct SharedGradients<B, const OUTPUTS: usize> {
     backward: B,
     /// The outputs, set before any backward pass begins.
     outputs: OnceLock<[Tensor; OUTPUTS]>,
-    /// Gradients of outputs, from the output nodes to the last input node.
-    output_grads: Mailbox<Tensor>,
+    /// Gradients of outputs, from the output nodes and links to the last input node.
+    output_grads: Arc<Mailbox<Tensor>>,
     /// Gradients of inputs, from each input node to the one before it.
     input_grads: Mailbox<Vec<Option<Tensor>>>,
 }
@@ -144,7 +157,11 @@ impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> SharedGradients<B, OUTPUTS
     fn compute_input_grads(&self, token: &Tensor) -> Result<Vec<Option<Tensor>>> {
         let mut grads = [const { None }; OUTPUTS];
         for (index, grad) in self.output_grads.take(token)? {
-            grads[index] = Some(grad);
+            let sum = &mut grads[index % OUTPUTS];
+            *sum = Some(match sum.take() {
+                Some(other) => (other + grad)?,
+                None => grad,
+            });
         }
         let outputs = self.outputs.get();
         let outputs = outputs.ok_or_else(|| candle_core::Error::msg("an output is missing"))?;
@@ -162,21 +179,15 @@ impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> SharedGradients<B, OUTPUTS
 }
 
 /// The node of an output; its only input is the token.
-struct OutputNode<B, const OUTPUTS: usize> {
-    shared: Arc<SharedGradients<B, OUTPUTS>>,
-    index: usize,
+struct OutputNode {
+    link: Arc<OutputLink>,
 }
 
-impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Backward for OutputNode<B, OUTPUTS> {
-    const NAME: &'static str = B::NAME;
+impl Backward for OutputNode {
+    const NAME: &'static str = "fused-output";
 
-    fn backward(
-        &self,
-        inputs: &[&Tensor],
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> Result<Vec<Option<Tensor>>> {
-        Ok(vec![Some(self.shared.output_grads.leave(self.index, grad.clone(), inputs[0])?)])
+    fn backward(&self, _: &[&Tensor], _: &Tensor, grad: &Tensor) -> Result<Vec<Option<Tensor>>> {
+        Ok(vec![Some(self.link.send_from_output(grad)?)])
     }
 }
 
@@ -185,6 +196,8 @@ struct InputNode<B, const OUTPUTS: usize> {
     shared: Arc<SharedGradients<B, OUTPUTS>>,
     /// The index of its first input among all inputs of the operation.
     first: usize,
+    /// The links of its inputs.
+    links: Vec<Option<Arc<OutputLink>>>,
     /// Whether its first input is the token of the previous node.
     joins_token: bool,
     /// Whether the outputs start from its token.
@@ -207,11 +220,15 @@ impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Backward for InputNode<B, 
         } else {
             shared.take_input_grads(grad)?
         };
-        let own = grads.split_off(self.first.min(grads.len()));
-        if !self.joins_token {
-            return Ok(own);
+        let mut own = grads.split_off(self.first.min(grads.len()));
+        if self.joins_token {
+            own.insert(0, Some(shared.input_grads.leave(0, grads, inputs[0])?));
         }
-        let token = shared.input_grads.leave(0, grads, inputs[0])?;
-        Ok([Some(token)].into_iter().chain(own).collect())
+        for (grad, link) in own.iter_mut().zip(&self.links) {
+            if let (Some(grad), Some(link)) = (grad, link) {
+                *grad = link.send(grad)?;
+            }
+        }
+        Ok(own)
     }
 }

@@ -76,7 +76,7 @@ pub fn embedding(table: &Tensor, indices: &Tensor) -> Result<Tensor> {
     }
     match Route::new(OP, &[("table", table)])? {
         Route::Half(_) if table.track_op() => {
-            record_tensor(&[table], select_rows(&table.detach(), indices)?, HalfTable { rows })
+            record_tensor(&[table], &select_rows(&table.detach(), indices)?, HalfTable { rows })
         }
         Route::F32 | Route::F64 | Route::Half(_) => Ok(select_rows(table, indices)?),
         Route::Composed => composed::embedding(table, indices),

@@ -1,0 +1,108 @@
+//! Links from an operation to the operation that uses its output.
+//!
+//! candle adds the first gradient of every tensor to zeros: it clears memory, reads both, and writes the
+//! sum, and three tensors of one size exist for a moment. So the first operation of this crate that uses
+//! an output of this crate takes the output's [token](super::multi) as its input in candle's graph. In the
+//! backward pass it leaves the gradient in the mailbox of the output's operation, and candle adds tickets.
+//!
+//! candle does not show the operation that made a tensor, so a table has the links by the output's id.
+//! Outputs on GPUs have no links.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use candle_core::{Tensor, TensorId};
+
+use super::mailbox::Mailbox;
+use crate::error::Result;
+
+/// The links of all outputs in memory.
+static LINKS: LazyLock<Mutex<HashMap<TensorId, Weak<OutputLink>>>> = LazyLock::new(Mutex::default);
+
+/// The way of a gradient to the operation that made an output.
+#[derive(Debug)]
+pub(super) struct OutputLink {
+    token: Tensor,
+    grads: Arc<Mailbox<Tensor>>,
+    /// The index of the output.
+    index: usize,
+    is_taken: AtomicBool,
+    /// The output, once it exists.
+    output: OnceLock<TensorId>,
+}
+
+impl OutputLink {
+    pub(super) fn new(token: &Tensor, grads: &Arc<Mailbox<Tensor>>, index: usize) -> Arc<Self> {
+        let (token, grads) = (token.clone(), Arc::clone(grads));
+        let (is_taken, output) = (AtomicBool::new(false), OnceLock::new());
+        Arc::new(Self { token, grads, index, is_taken, output })
+    }
+
+    /// Lets the next operation take the link of `output`.
+    pub(super) fn offer(self: &Arc<Self>, output: &Tensor) {
+        if output.device().is_cpu() && self.output.set(output.id()).is_ok() {
+            links().insert(output.id(), Arc::downgrade(self));
+        }
+    }
+
+    /// Takes the link of `output`, which has at most one user.
+    pub(super) fn take(output: &Tensor) -> Option<Arc<Self>> {
+        let link = links().get(&output.id()).and_then(Weak::upgrade)?;
+        (!link.is_taken.swap(true, Ordering::Relaxed)).then_some(link)
+    }
+
+    /// Returns the input of the user in candle's graph.
+    pub(super) fn token(&self) -> &Tensor {
+        &self.token
+    }
+
+    /// Sends a gradient of the output from its user, and returns the gradient of the token.
+    pub(super) fn send(&self, grad: &Tensor) -> Result<Tensor> {
+        let n_outputs = self.token.elem_count() / 2;
+        self.grads.leave(n_outputs + self.index, grad.contiguous()?.detach(), &self.token)
+    }
+
+    /// Sends the gradient that candle has of the output.
+    pub(super) fn send_from_output(&self, grad: &Tensor) -> Result<Tensor> {
+        self.grads.leave(self.index, grad.clone(), &self.token)
+    }
+}
+
+impl Drop for OutputLink {
+    fn drop(&mut self) {
+        if let Some(output) = self.output.get() {
+            links().remove(output);
+        }
+    }
+}
+
+fn links() -> MutexGuard<'static, HashMap<TensorId, Weak<OutputLink>>> {
+    LINKS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+
+    use super::*;
+    use crate::ops::linear::linear;
+
+    #[test]
+    fn a_link_has_one_user_and_ends_with_its_output() {
+        let x = Var::new(&[[1.0_f32, 2.0]], &Device::Cpu).unwrap();
+        let y = linear(&x, &x, None, None).unwrap();
+        assert!(OutputLink::take(&x).is_none() && OutputLink::take(&y.detach()).is_none());
+        let link = OutputLink::take(&y.clone()).unwrap();
+        assert!(OutputLink::take(&y).is_none());
+        let output = y.id();
+        drop(y);
+        assert!(links().contains_key(&output));
+        drop(link);
+        assert!(!links().contains_key(&output));
+    }
+}
