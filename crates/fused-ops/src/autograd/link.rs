@@ -8,6 +8,11 @@
 //! candle does not show the operation that made a tensor, so a table has the links by the output's id.
 //! Outputs on GPUs have no links.
 
+#![expect(
+    clippy::disallowed_types,
+    reason = "ids have no order, and nothing iterates over the table"
+)]
+
 use std::{
     collections::HashMap,
     sync::{
@@ -21,8 +26,10 @@ use candle_core::{Tensor, TensorId};
 use super::mailbox::Mailbox;
 use crate::error::Result;
 
+type LinkTable = HashMap<TensorId, Weak<OutputLink>>;
+
 /// The links of all outputs in memory.
-static LINKS: LazyLock<Mutex<HashMap<TensorId, Weak<OutputLink>>>> = LazyLock::new(Mutex::default);
+static LINKS: LazyLock<Mutex<LinkTable>> = LazyLock::new(Mutex::default);
 
 /// The way of a gradient to the operation that made an output.
 #[derive(Debug)]
@@ -81,7 +88,7 @@ impl Drop for OutputLink {
     }
 }
 
-fn links() -> MutexGuard<'static, HashMap<TensorId, Weak<OutputLink>>> {
+fn links() -> MutexGuard<'static, LinkTable> {
     LINKS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
