@@ -142,6 +142,21 @@ fn killed_replacement_restores_one_folder() {
 }
 
 #[test]
+fn leftovers_of_a_replacement_are_replaced() {
+    let parent = temp_folder();
+    let target = parent.path().join("best");
+    for folder in ["best", "best.replaced"] {
+        fs::create_dir(parent.path().join(folder)).unwrap();
+        fs::write(parent.path().join(folder).join("step"), "1").unwrap();
+    }
+    let new = AtomicFolder::new(&target).unwrap();
+    fs::write(new.path().join("step"), "2").unwrap();
+    new.replace().unwrap();
+    assert_eq!(fs::read_to_string(target.join("step")).unwrap(), "2");
+    assert_eq!(names(parent.path()), ["best"]);
+}
+
+#[test]
 fn dropped_files_keep_the_target() {
     let folder = temp_folder();
     let target = folder.path().join("model");

@@ -463,6 +463,22 @@ mod tests {
     }
 
     #[test]
+    fn the_first_of_several_files_lists_the_files_beside() {
+        let folder = tempfile::tempdir().unwrap();
+        let mesh = DeviceMesh::cpu(1).unwrap();
+        let files_beside = [("config.json".to_owned(), b"{}".to_vec())].into();
+        let files = ModelFolder::new(&mesh, folder.path()).with_files(&files_beside);
+        files.write(model(), 80, whole).unwrap();
+        fs::write(folder.path().join("config.json"), "{ }").unwrap();
+        let part = |number| {
+            let part = StoredWeights::open(folder.path().join(part_name(number, 2))).unwrap();
+            part.changed_files().unwrap()
+        };
+        assert_eq!(part(1), ["config.json"]);
+        assert!(part(2).is_empty());
+    }
+
+    #[test]
     fn every_parameter_is_requested_despite_errors() {
         let folder = tempfile::tempdir().unwrap();
         let mesh = DeviceMesh::cpu(1).unwrap();

@@ -467,6 +467,25 @@ mod tests {
     }
 
     #[test]
+    fn clipping_takes_nothing_where_activations_outweigh_gradients() {
+        let parameters = &model(SMALL).parameters().unwrap();
+        let sharding = Sharding::default();
+        let saved = |rows| {
+            let steps = [vec![Batch::from_indices(0..rows, |_| 1000).unwrap()]];
+            let work = Workload { sharding: Some(&sharding), ..replicated(parameters, &steps) };
+            work.clipping_bytes().unwrap()
+        };
+        assert!(saved(0).is_some_and(|bytes| bytes > 1 << 20));
+        assert_eq!(saved(100), None);
+    }
+
+    #[test]
+    fn a_device_has_the_rows_of_the_fullest() {
+        let steps = [vec![Batch::from_indices(0..3, |_| 10).unwrap()]];
+        assert_eq!(replicated(&[], &steps).max_tokens(), 2 * 10);
+    }
+
+    #[test]
     fn logits_are_computed_by_blocks() {
         let steps = [vec![Batch::from_indices(0..2, |_| 1000).unwrap()]];
         let frozen = [model(SMALL).parameters().unwrap().remove(0).with_requires_grad(false)];
@@ -572,7 +591,9 @@ mod tests {
         assert_eq!((too_large(together, None), too_large(whole, None)), (None, None));
         let less = MemoryLimit::for_process(8 * all - 1, "");
         let enough = MemoryLimit::for_process(8 * all, "");
+        let shared = MemoryLimit { n_processes: 2, ..MemoryLimit::for_process(16 * all - 2, "") };
         assert_eq!(too_large(whole, Some(&less)), Some(8 * all));
+        assert_eq!(too_large(whole, Some(&shared)), Some(8 * all));
         assert_eq!(too_large(whole, Some(&enough)), None);
     }
 

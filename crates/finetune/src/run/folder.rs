@@ -630,6 +630,23 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn a_merged_model_without_its_adapter_completes_no_run() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("run");
+        let mut adapted = spec();
+        adapted.recipe.lora = Some(2);
+        adapted.finetune.merge = true;
+        let mut run = RunFolder::create(&path, &adapted).unwrap();
+        let partial = folder_beside(&path.join(MODEL_FOLDER)).unwrap();
+        fs::write(partial.path().join("weights"), "w").unwrap();
+        run.save(partial).unwrap();
+        fs::write(path.join(METRICS), lines(0..adapted.steps)).unwrap();
+        assert!(!is_complete(&path, &run.spec).unwrap());
+        fs::create_dir(adapter_in(&path)).unwrap();
+        assert!(is_complete(&path, &run.spec).unwrap());
+    }
+
+    #[test]
     fn checkpoints_count_as_a_run() {
         let run = tempfile::tempdir().unwrap();
         fs::create_dir(run.path().join(CHECKPOINTS)).unwrap();

@@ -450,7 +450,7 @@ mod tests {
             ("{{ ('x' * 900000) | selectattr('y' * 900000) | list }}", "larger than 4096"),
             ("{{ ('x' * 100000).replace('x', 'y' * 100000) }}", "fuel"),
             ("{{ ('x' * 100000) | replace('x', 'y' * 100000) }}", "fuel"),
-            ("{{ '{:9999999999}'.format(1) }}", "digits"),
+            ("{{ '{:1000}'.format(1) }}", "digits"),
             ("{{ '%9999999999d' | format(1) }}", ""),
             ("{{ messages[3].content }}", "undefined"),
             ("{{ strftime_now('%Y') }}", "strftime_now"),
@@ -514,6 +514,7 @@ mod tests {
                 "x == y == 1",
                 "1 < 2 < x < y",
                 "x in [y] in y",
+                "x in 'a' in 'b'",
                 "{'a': 1, x: 2}",
                 "messages[x]",
                 "{1: 2}[[x]]",
@@ -529,6 +530,13 @@ mod tests {
             let source = format!("{value}{{{{ x | length }}}}");
             drop(template(&source).render(&turns, false));
         }
+        // Values that are equal, so that a comparison would read them whole.
+        let equal = doubled("[x, x]");
+        let source = format!(
+            "{{% set x = 'a' %}}{{% set y = 'a' %}}{equal}{{% for v in [x, y] %}}{{{{ loop.changed(v) }}}}{{% endfor %}}"
+        );
+        let fault = template(&source).render(&turns, false).unwrap_err().to_string();
+        assert!(fault.contains("value is larger"), "{fault}");
     }
 
     #[test]
@@ -549,6 +557,8 @@ mod tests {
         let methods = "{{ 'aba'.replace('a', 'c', 1) }} {{ ', '.join(['x', 'y']) }} \
                        {{ '{:3}|{}'.format('d', 20240101) }}";
         assert_eq!(template(methods).render(&turns, false).unwrap(), "cba x, y d  |20240101");
+        let wide = template("{{ '{:999}'.format(1) }}").render(&turns, false).unwrap();
+        assert_eq!(wide.len(), 999);
         let widest = template("{{ messages | tojson(indent=64) }}").render(&turns, false).unwrap();
         assert!(widest.contains(&format!("\n{}\"role\"", " ".repeat(128))), "{widest}");
         let day = "{% if strftime_now is defined %}{{ strftime_now() }}{% else %}1{% endif %}";
