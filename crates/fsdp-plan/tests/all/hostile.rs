@@ -2,6 +2,13 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::{
+    num::NonZeroUsize,
+    sync::atomic::{AtomicU64, Ordering},
+    thread,
+    time::Instant,
+};
+
 use core_types::{Seed, WorldSize};
 use fsdp_plan::{
     ElemType, ParameterInfo, ShardingPlan,
@@ -127,7 +134,7 @@ fn use_plan(plan: &ShardingPlan, draw: &mut Draws) {
     let model = draw.model();
     let rank = plan.world_size().placements().last().unwrap().rank();
     if let Ok(cost) = plan.cost(&model) {
-        let slots = usize::try_from(draw.size()).ok().and_then(std::num::NonZeroUsize::new);
+        let slots = usize::try_from(draw.size()).ok().and_then(NonZeroUsize::new);
         let _ = (cost.peak_bytes(), slots.map(|slots| cost.process_peak_bytes(slots)));
     }
     drop(
@@ -145,43 +152,59 @@ fn use_plan(plan: &ShardingPlan, draw: &mut Draws) {
     assert_eq!(&read, plan);
 }
 
+/// Uses the plan of a case, resizes it and searches for others. Returns true if there is a plan.
+fn try_case(seed: Seed, case: u64) -> bool {
+    let mut draw = Draws(seed.derive(case), 0);
+    let n_parameters = draw.below(6);
+    let parameters: Vec<_> = (0..n_parameters).filter_map(|n| draw.parameter(n)).collect();
+    let world = draw.choose(&[1, 2, 3, 7, 64, 1000, 1 << 20, (1 << 20) - 1]);
+    let world = WorldSize::new(world).unwrap();
+    let strategy = draw.strategy();
+    let Ok(plan) = strategy.plan(&parameters, world) else { return false };
+    use_plan(&plan, &mut draw);
+    let other = WorldSize::new(draw.choose(&[1, 2, 5, 1 << 10, 1 << 20])).unwrap();
+    if let Ok(resized) = plan.resized(other) {
+        use_plan(&resized, &mut draw);
+        if world.as_u64().min(other.as_u64()) <= 1000 {
+            let reshard = Reshard::new(&plan, &resized).unwrap();
+            let _ = reshard.volume();
+            let _ = reshard.moves().count();
+            let _ = reshard.renumbered().volume();
+        }
+        let _ = PlanDiff::new(&plan, &resized).to_string();
+    }
+    if world.as_u64() <= 1000 {
+        drop(Search::new(world, draw.size()).with_model(draw.model()).run(&parameters));
+    }
+    true
+}
+
+/// Cases are independent, and some take a second, so all processors try them.
 #[test]
 fn hostile_sizes_never_panic() {
     let seed = std::env::var("HUNT").ok().and_then(|seed| seed.parse().ok());
+    let seed = Seed::new(seed.unwrap_or(0));
     let n_cases: u64 = std::env::var("CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(300);
-    let mut n_plans = 0;
-    for case in 0..n_cases {
-        let started = std::time::Instant::now();
-        let mut draw = Draws(Seed::new(seed.unwrap_or(0)).derive(case), 0);
-        let n_parameters = draw.below(6);
-        let parameters: Vec<_> = (0..n_parameters).filter_map(|n| draw.parameter(n)).collect();
-        let world = draw.choose(&[1, 2, 3, 7, 64, 1000, 1 << 20, (1 << 20) - 1]);
-        let world = WorldSize::new(world).unwrap();
-        let found = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            let strategy = draw.strategy();
-            let Ok(plan) = strategy.plan(&parameters, world) else { return };
-            n_plans += 1;
-            use_plan(&plan, &mut draw);
-            let other = WorldSize::new(draw.choose(&[1, 2, 5, 1 << 10, 1 << 20])).unwrap();
-            if let Ok(resized) = plan.resized(other) {
-                use_plan(&resized, &mut draw);
-                if world.as_u64().min(other.as_u64()) <= 1000 {
-                    let reshard = Reshard::new(&plan, &resized).unwrap();
-                    let _ = reshard.volume();
-                    let _ = reshard.moves().count();
-                    let _ = reshard.renumbered().volume();
-                }
-                let _ = PlanDiff::new(&plan, &resized).to_string();
+    let (next, n_plans) = (AtomicU64::new(0), AtomicU64::new(0));
+    let try_cases = || {
+        loop {
+            let case = next.fetch_add(1, Ordering::Relaxed);
+            if case >= n_cases {
+                return;
             }
-            if world.as_u64() <= 1000 {
-                drop(Search::new(world, draw.size()).with_model(draw.model()).run(&parameters));
+            let started = Instant::now();
+            let found = std::panic::catch_unwind(|| try_case(seed, case));
+            let seconds = started.elapsed().as_secs_f64();
+            if found.is_err() || seconds > 2. {
+                println!("case {case} of {seed:?} took {seconds:.1} s");
             }
-        }));
-        let seconds = started.elapsed().as_secs_f64();
-        if found.is_err() || seconds > 2. {
-            println!("case {case}, {seconds:.1} s: {world:?} {parameters:?}");
+            n_plans.fetch_add(found.unwrap().into(), Ordering::Relaxed);
         }
-        assert!(found.is_ok());
-    }
-    println!("{n_plans} plans");
+    };
+    thread::scope(|scope| {
+        for _ in 0..thread::available_parallelism().map_or(1, NonZeroUsize::get) {
+            scope.spawn(try_cases);
+        }
+    });
+    println!("{} plans", n_plans.into_inner());
 }
