@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 
 use crate::{
     affine::{AffineLayer, n_rows},
-    autograd::{CpuSlice, MultiBackward, cpu_tensor, record_many},
+    autograd::{Backward, CpuSlice, cpu_tensor, record},
     composed,
     config::Activation,
     error::Result,
@@ -104,16 +104,11 @@ fn fused<T: Float>(
     if !tracked {
         return cpu_tensor(y, &shape);
     }
-    let is_x_tracked = x.track_op();
-    let backward =
-        Mlp { x: x.detach(), is_x_tracked, up: up.clone(), middle, saved, down: down.clone() };
-    let [y] = record_many(&inputs, [y], &shape, backward)?;
-    Ok(y)
+    let backward = Mlp { up: up.clone(), middle, saved, down: down.clone() };
+    record(&inputs, y, shape, backward)
 }
 
 struct Mlp<T> {
-    x: Tensor,
-    is_x_tracked: bool,
     up: AffineLayer,
     /// The output of the activation.
     middle: Vec<T>,
@@ -136,25 +131,24 @@ impl<T: Float> Mlp<T> {
     }
 }
 
-impl<T: Float> MultiBackward<1> for Mlp<T> {
+impl<T: Float> Backward for Mlp<T> {
     const NAME: &'static str = "fused-mlp";
 
     fn backward(
         &self,
-        [y]: &[Tensor; 1],
-        [grad]: [Option<Tensor>; 1],
+        inputs: &[&Tensor],
+        _: &Tensor,
+        grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
-        let grad = grad.map_or_else(|| y.zeros_like(), Ok)?;
-        let rows = n_rows(&self.x);
-        let grad_slice = CpuSlice::new(&grad);
+        let x = inputs[0];
+        let rows = n_rows(x);
+        let grad_slice = CpuSlice::new(grad);
         let grad_y = self.down.output_grad(grad_slice.as_slice()?, rows)?;
         let mut grad_middle = self.down.backward_x(&grad_y)?;
         self.multiply_by_slope(&mut grad_middle);
         let grad_middle = self.up.output_grad(&grad_middle, rows)?;
-        let grad_x = self
-            .is_x_tracked
-            .then(|| cpu_tensor(self.up.backward_x(&grad_middle)?, self.x.shape()));
-        let x = CpuSlice::new(&self.x);
+        let grad_x = x.track_op().then(|| cpu_tensor(self.up.backward_x(&grad_middle)?, x.shape()));
+        let x = CpuSlice::new(x);
         // In the order of the inputs.
         let mut all = vec![grad_x.transpose()?];
         all.extend(self.up.backward_parameters(x.as_slice()?, &grad_middle)?);

@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 
 use crate::{
     affine::{AffineLayer, OutputGrad, n_rows},
-    autograd::{CpuSlice, MultiBackward, cpu_tensor, record_many},
+    autograd::{Backward, CpuSlice, cpu_tensor, record},
     composed,
     error::Result,
     kernels::{activation as kernel, float::Float, norm},
@@ -119,13 +119,11 @@ fn fused<T: Float>(
         return cpu_tensor(y, &shape);
     }
     let has_residual = residual.is_some();
-    let backward = SwiGluMlp { x: x.clone(), gate, gate_out, up, up_out, down, has_residual };
-    let [y] = record_many(&inputs, [y], &shape, backward)?;
-    Ok(y)
+    let backward = SwiGluMlp { gate, gate_out, up, up_out, down, has_residual };
+    record(&inputs, y, shape, backward)
 }
 
 struct SwiGluMlp<T> {
-    x: Tensor,
     gate: AffineLayer,
     gate_out: Vec<T>,
     up: AffineLayer,
@@ -136,24 +134,30 @@ struct SwiGluMlp<T> {
 
 impl<T: Float> SwiGluMlp<T> {
     /// Returns the gradient of x, summed over both layers.
-    fn grad_x(&self, grad_gate: &OutputGrad<'_, T>, grad_up: &OutputGrad<'_, T>) -> Result<Tensor> {
-        let through_gate = cpu_tensor(self.gate.backward_x(grad_gate)?, self.x.shape())?;
-        let through_up = cpu_tensor(self.up.backward_x(grad_up)?, self.x.shape())?;
+    fn grad_x(
+        &self,
+        x: &Tensor,
+        grad_gate: &OutputGrad<'_, T>,
+        grad_up: &OutputGrad<'_, T>,
+    ) -> Result<Tensor> {
+        let through_gate = cpu_tensor(self.gate.backward_x(grad_gate)?, x.shape())?;
+        let through_up = cpu_tensor(self.up.backward_x(grad_up)?, x.shape())?;
         Ok((through_gate + through_up)?)
     }
 }
 
-impl<T: Float> MultiBackward<1> for SwiGluMlp<T> {
+impl<T: Float> Backward for SwiGluMlp<T> {
     const NAME: &'static str = "fused-swiglu-mlp";
 
     fn backward(
         &self,
-        [y]: &[Tensor; 1],
-        [grad]: [Option<Tensor>; 1],
+        inputs: &[&Tensor],
+        _: &Tensor,
+        grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
-        let grad = grad.map_or_else(|| y.zeros_like(), Ok)?;
-        let rows = n_rows(&self.x);
-        let grad_slice = CpuSlice::new(&grad);
+        let x = inputs[0];
+        let rows = n_rows(x);
+        let grad_slice = CpuSlice::new(grad);
         let grad_y = self.down.output_grad(grad_slice.as_slice()?, rows)?;
         let mut grad_up = self.down.backward_x(&grad_y)?;
         let [grad_gate, product] =
@@ -162,8 +166,8 @@ impl<T: Float> MultiBackward<1> for SwiGluMlp<T> {
         drop(product);
         let grad_gate = self.gate.output_grad(&grad_gate, rows)?;
         let grad_up = self.up.output_grad(&grad_up, rows)?;
-        let grad_x = self.x.track_op().then(|| self.grad_x(&grad_gate, &grad_up));
-        let x = CpuSlice::new(&self.x);
+        let grad_x = x.track_op().then(|| self.grad_x(x, &grad_gate, &grad_up));
+        let x = CpuSlice::new(x);
         // In the order of the inputs.
         let mut all = vec![grad_x.transpose()?];
         all.extend(self.gate.backward_parameters(x.as_slice()?, &grad_gate)?);
