@@ -196,7 +196,8 @@ fn hostile_sizes_never_panic() {
             let found = std::panic::catch_unwind(|| try_case(seed, case));
             let seconds = started.elapsed().as_secs_f64();
             if found.is_err() || seconds > 2. {
-                println!("case {case} of {seed:?} took {seconds:.1} s");
+                let end = if found.is_ok() { "ends" } else { "panics" };
+                println!("case {case} of {seed:?} {end} after {seconds:.1} s");
             }
             n_plans.fetch_add(found.unwrap().into(), Ordering::Relaxed);
         }
