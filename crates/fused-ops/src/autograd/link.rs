@@ -112,4 +112,16 @@ mod tests {
         drop(link);
         assert!(!links().contains_key(&output));
     }
+
+    /// Kernels read a gradient as adjacent elements.
+    #[test]
+    fn sent_gradients_are_contiguous_and_have_no_history() {
+        let x = Var::new(&[[1.0_f32, 2.0], [3.0, 4.0]], &Device::Cpu).unwrap();
+        let y = linear(&x, &x, None, None).unwrap();
+        let link = OutputLink::take(&y).unwrap();
+        let ticket = link.send(&x.t().unwrap()).unwrap();
+        let (_, grad) = link.grads.take(&ticket).unwrap().remove(0);
+        assert!(grad.is_contiguous() && !grad.track_op());
+        assert_eq!(grad.to_vec2::<f32>().unwrap(), [[1.0, 3.0], [2.0, 4.0]]);
+    }
 }
