@@ -316,19 +316,23 @@ pub enum ReplicaError {
     },
     /// A replica called a parallel function, so that its worker would wait for itself.
     ///
-    /// A call from a thread that a replica has started is not detected, and deadlocks if the
-    /// replica waits for that thread.
+    /// A call from a thread that a replica has started is not detected. If the replica waits for
+    /// that thread, the call ends with [`Stuck`](Self::Stuck) on a mesh with a deadline, and
+    /// otherwise never.
     #[error(
         "a parallel function cannot be called inside a replica of another: its worker would wait for itself, or for a \
          mesh whose workers wait for this one; call it between two calls instead"
     )]
     Nested,
-    /// A replica of an earlier call still runs after this earlier call missed the mesh's deadline;
-    /// the mesh can be used again when the replica returns. The rejected call has not begun in that
-    /// slot. It has begun in other slots only if it was made before the deadline.
+    /// A replica of an earlier call has run for longer than the mesh's deadline: it has missed the
+    /// deadline of its own call, or this call has waited for its turn as long.
+    ///
+    /// The likely cause of the latter is that the replica waits for this call, which a thread made
+    /// that it started. The rejected call has not begun in that slot; it has begun in other slots
+    /// only if it was made before the deadline. The mesh can be used again when the replica returns.
     #[error(
-        "slot {slot} is busy: its replica of the call at {call} has not returned since that call missed the mesh's \
-         deadline"
+        "slot {slot} is busy: its replica of the call at {call} has run for longer than the mesh's deadline; a replica \
+         must not wait for a call on its own mesh, even of another thread"
     )]
     Stuck {
         /// The slot of the running replica.

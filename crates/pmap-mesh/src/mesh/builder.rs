@@ -76,7 +76,8 @@ impl DeviceMeshBuilder {
     /// the call; then the mesh works again. (A replica of [`pmap_scoped`](DeviceMesh::pmap_scoped)
     /// ends the process.) A mesh that is dropped meanwhile leaves the threads of that slot running
     /// until the replica returns. A call in which no replica returns or enters a collective has no
-    /// limit.
+    /// limit, but the calls of other threads that wait for their turn do not wait longer for it than
+    /// the deadline, and fail with [`ReplicaError::Stuck`](crate::ReplicaError::Stuck).
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.options.deadline = Some(deadline);
         self

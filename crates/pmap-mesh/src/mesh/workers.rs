@@ -4,7 +4,8 @@
 //!
 //! There are two kinds of locks: `dispatch`, one per mesh, and the queue of each worker. A thread
 //! that submits a job takes the queues' locks under `dispatch`; a worker that takes a task, or a
-//! caller that cancels one, takes only the queue's. No lock is held while a job runs. Waiting
+//! caller that cancels one, takes only the queue's. A caller whose turn does not come takes the
+//! locks of all queues, in the order of slots. No lock is held while a job runs. Waiting
 //! threads read the atomic counters without a lock ([`sync::wait_until`]); each counter changes
 //! before the waiting thread is unparked.
 //!
@@ -96,18 +97,24 @@ struct TimedOutJob {
 }
 
 /// Why a job has not ended.
-struct UnfinishedJob {
-    /// The slots with an unfinished task.
-    slots: Vec<usize>,
-    /// The time limit that they missed.
-    limit: Duration,
-    /// Whether a task of the job is still running. All others were cancelled.
-    is_running: bool,
-    /// An earlier call that kept a slot from beginning the job.
-    blocker: Option<Blocker>,
+enum UnfinishedJob {
+    /// No slot has begun the job, because of an earlier call. All its tasks were cancelled.
+    NotBegun(Blocker),
+    /// Some slots missed the deadline.
+    TimedOut {
+        /// The slots with an unfinished task.
+        slots: Vec<usize>,
+        /// The time limit that they missed.
+        limit: Duration,
+        /// Whether a task of the job is still running. All others were cancelled.
+        is_running: bool,
+        /// An earlier call that kept a slot from beginning the job.
+        blocker: Option<Blocker>,
+    },
 }
 
-/// A timed-out call that still runs in a slot, and so keeps a later job from beginning there.
+/// An earlier call that has run in a slot for longer than the deadline, and so keeps a later job
+/// from beginning there.
 #[derive(Clone, Copy)]
 struct Blocker {
     slot: usize,
@@ -168,9 +175,9 @@ impl Workers {
         call: &'static Location<'static>,
     ) -> Result<()> {
         let shared: Arc<dyn WorkerJob> = Arc::<J>::clone(job);
-        let submitted = self.submit(&shared)?;
+        let submitted = self.submit(&shared, call)?;
         self.wait(&submitted, &**job).map_err(|stuck| {
-            if stuck.is_running {
+            if matches!(stuck, UnfinishedJob::TimedOut { is_running: true, .. }) {
                 let timed_out = TimedOutJob { number: submitted.number, call };
                 lock(&self.dispatch).timed_out.push_back(timed_out);
             }
@@ -188,7 +195,7 @@ impl Workers {
     pub(crate) fn run_scoped<J: WorkerJob>(
         &self,
         job: &Arc<J>,
-        _: &'static Location<'static>,
+        call: &'static Location<'static>,
     ) -> Result<()> {
         let borrowing: Arc<dyn WorkerJob + '_> = Arc::<J>::clone(job);
         #[expect(unsafe_code, reason = "a type cannot say that a thread waits for others")]
@@ -201,7 +208,7 @@ impl Workers {
         // worker drops the last clone, and with it the data that the job owns.
         let job_of_workers: Arc<dyn WorkerJob> =
             unsafe { mem::transmute::<Arc<dyn WorkerJob + '_>, Arc<dyn WorkerJob>>(borrowing) };
-        let submitted = self.submit(&job_of_workers)?;
+        let submitted = self.submit(&job_of_workers, call)?;
         let _all = WaitForAll(&submitted.countdown);
         self.wait(&submitted, &**job).map_err(|stuck| {
             let error = stuck.error(&**job);
@@ -216,7 +223,11 @@ impl Workers {
     }
 
     /// Submits a job to all workers.
-    fn submit(&self, job: &Arc<dyn WorkerJob>) -> Result<SubmittedJob> {
+    fn submit(
+        &self,
+        job: &Arc<dyn WorkerJob>,
+        call: &'static Location<'static>,
+    ) -> Result<SubmittedJob> {
         let countdown = Arc::new(TaskCountdown {
             total: self.slots.len(),
             remaining: AtomicUsize::new(self.slots.len()),
@@ -229,7 +240,7 @@ impl Workers {
         dispatch.n_jobs += 1;
         for slot in &self.slots {
             let task = SlotTask { job: Arc::clone(job), countdown: Arc::clone(&countdown) };
-            slot.queue.push(QueuedTask(Some(task)));
+            slot.queue.push(QueuedTask { call, task: Some(task) });
         }
         mem::forget(handing_out);
         Ok(SubmittedJob { number: dispatch.n_jobs, countdown })
@@ -265,14 +276,17 @@ impl Workers {
     /// Waits until all workers have ended a job; fails if some miss the deadline.
     ///
     /// The time limit of a slot starts when the slot begins the job, so that an earlier call of
-    /// another thread does not use it up. But if that earlier call times out, this job never
-    /// begins.
+    /// another thread does not use it up. But if that earlier call takes longer than the deadline,
+    /// this job never begins: it could be the call that a replica of the earlier one waits for.
     fn wait(&self, submitted: &SubmittedJob, job: &dyn WorkerJob) -> Result<(), UnfinishedJob> {
         let countdown = &submitted.countdown;
         let Some(deadline) = self.deadline else {
             sync::wait_until(None, || countdown.all_ended());
             return Ok(());
         };
+        if let Some(blocker) = self.wait_for_turn(submitted, deadline) {
+            return Err(UnfinishedJob::NotBegun(blocker));
+        }
         // Replicas wait for each other at most until the deadline, so either one of them ends or
         // all compute.
         sync::wait_until(None, || countdown.any_ended());
@@ -293,6 +307,49 @@ impl Workers {
                 return Err(self.cancel(countdown, slots, deadline, blocker));
             }
         }
+    }
+
+    /// Waits until a slot has begun a job. If an earlier call meanwhile runs for longer than the
+    /// deadline, cancels the job and returns that call.
+    fn wait_for_turn(&self, submitted: &SubmittedJob, deadline: Duration) -> Option<Blocker> {
+        let start = Instant::now();
+        let mut next_check = start.checked_add(deadline);
+        while !sync::wait_until(next_check, || submitted.countdown.any_ended()) {
+            if self.slots.iter().any(|slot| slot.queue.started_at(submitted.number).is_some()) {
+                return None;
+            }
+            if let Some(blocker) = self.find_overdue(start, deadline)
+                && self.cancel_unbegun(submitted)
+            {
+                return Some(blocker);
+            }
+            // Neither the end nor the start of a task of another call wakes this thread, so poll.
+            next_check = Some(Instant::now() + GRACE);
+        }
+        None
+    }
+
+    /// Returns a slot that has run one call for at least `limit` since `start`.
+    fn find_overdue(&self, start: Instant, limit: Duration) -> Option<Blocker> {
+        self.slots.iter().enumerate().find_map(|(slot, worker)| {
+            let BegunTask { at, call } = worker.queue.running()?;
+            (at.max(start).elapsed() >= limit).then_some(Blocker { slot, call })
+        })
+    }
+
+    /// Cancels a job in all slots, unless a slot has begun it. Returns true if it was cancelled.
+    fn cancel_unbegun(&self, submitted: &SubmittedJob) -> bool {
+        // With all locks at once, no slot begins the job while it is cancelled in others.
+        let mut queues: Vec<_> = self.slots.iter().map(|slot| lock(&slot.queue.tasks)).collect();
+        if queues.iter().any(|queue| queue.n_begun >= submitted.number) {
+            return false;
+        }
+        let tasks: Vec<_> =
+            queues.iter_mut().filter_map(|queue| queue.take(&submitted.countdown)).collect();
+        // Release the locks before dropping the job's data.
+        drop(queues);
+        tasks.into_iter().for_each(|task| task.release().count_down());
+        true
     }
 
     /// Returns when to check again whether unfinished slots have used up their time. `start` is
@@ -329,7 +386,7 @@ impl Workers {
         for &slot in &slots {
             is_running |= !self.slots[slot].queue.cancel(countdown);
         }
-        UnfinishedJob { slots, limit, is_running, blocker }
+        UnfinishedJob::TimedOut { slots, limit, is_running, blocker }
     }
 }
 
@@ -345,13 +402,17 @@ fn has_timed_out(spent: &[Option<Duration>], limit: Duration, is_in_vain: bool) 
 
 impl UnfinishedJob {
     /// Returns the error of the whole call.
-    fn error(&self, job: &dyn WorkerJob) -> Error {
-        let failure = job.time_out(&self.slots, self.limit);
-        match (&failure, self.blocker) {
+    fn error(self, job: &dyn WorkerJob) -> Error {
+        let (slots, limit, is_running, blocker) = match self {
+            Self::NotBegun(blocker) => return ReplicaError::from(blocker).into(),
+            Self::TimedOut { slots, limit, is_running, blocker } => {
+                (slots, limit, is_running, blocker)
+            }
+        };
+        let failure = job.time_out(&slots, limit);
+        match (&failure, blocker) {
             // The job waited for the slot that is busy with an earlier call.
-            (Error::Collective(CollectiveError::Deadline { .. }), Some(blocker))
-                if !self.is_running =>
-            {
+            (Error::Collective(CollectiveError::Deadline { .. }), Some(blocker)) if !is_running => {
                 ReplicaError::from(blocker).into()
             }
             _ => failure,
@@ -501,8 +562,13 @@ impl Drop for WaitForAll<'_> {
     }
 }
 
-/// The next work of a worker; `None` if the caller cancelled it.
-struct QueuedTask(Option<SlotTask>);
+/// The next work of a worker.
+struct QueuedTask {
+    /// The source location of the call.
+    call: &'static Location<'static>,
+    /// The task; `None` if the caller cancelled it.
+    task: Option<SlotTask>,
+}
 
 /// A slot's share of a job.
 struct SlotTask {
@@ -541,8 +607,26 @@ struct QueueState {
     queue: VecDeque<QueuedTask>,
     /// The number of tasks that have begun. The latest of them belongs to the job of that number.
     n_begun: u64,
-    /// The start of the latest task.
-    last_begun: Option<Instant>,
+    /// The latest task that has begun.
+    last_begun: Option<BegunTask>,
+}
+
+/// The start of a task.
+#[derive(Clone, Copy, Debug)]
+struct BegunTask {
+    at: Instant,
+    /// The source location of the call.
+    call: &'static Location<'static>,
+}
+
+impl QueueState {
+    /// Removes a task that has not begun. An empty task stays in the queue, so that later tasks keep
+    /// their numbers.
+    fn take(&mut self, countdown: &Arc<TaskCountdown>) -> Option<SlotTask> {
+        self.queue
+            .iter_mut()
+            .find_map(|queued| queued.task.take_if(|task| Arc::ptr_eq(&task.countdown, countdown)))
+    }
 }
 
 impl fmt::Debug for QueueState {
@@ -567,7 +651,7 @@ impl TaskQueue {
 
     /// Runs tasks as they arrive, until the queue is closed.
     fn serve(&self, local_index: usize) {
-        while let Some(QueuedTask(task)) = self.next() {
+        while let Some(QueuedTask { task, .. }) = self.next() {
             // `cancel` has already counted a cancelled task.
             let countdown = task.map(|task| {
                 task.job.run(local_index);
@@ -590,7 +674,7 @@ impl TaskQueue {
         let mut tasks = lock(&self.tasks);
         let task = tasks.queue.pop_front()?;
         tasks.n_begun += 1;
-        tasks.last_begun = Some(Instant::now());
+        tasks.last_begun = Some(BegunTask { at: Instant::now(), call: task.call });
         self.count.fetch_sub(1, Ordering::AcqRel);
         Some(task)
     }
@@ -605,18 +689,20 @@ impl TaskQueue {
     /// Returns when this worker began job `number`, or `None` if it has not begun it.
     fn started_at(&self, number: u64) -> Option<Instant> {
         let tasks = lock(&self.tasks);
-        tasks.last_begun.filter(|_| tasks.n_begun >= number)
+        tasks.last_begun.filter(|_| tasks.n_begun >= number).map(|begun| begun.at)
+    }
+
+    /// Returns the task that this worker runs, or `None` if it runs none.
+    fn running(&self) -> Option<BegunTask> {
+        let tasks = lock(&self.tasks);
+        // A worker counts a task as begun under the lock, and as ended without it.
+        tasks.last_begun.filter(|_| self.n_ended.load(Ordering::Relaxed) < tasks.n_begun)
     }
 
     /// Cancels a task if it has not begun. Returns true if it was cancelled.
     fn cancel(&self, countdown: &Arc<TaskCountdown>) -> bool {
-        let mut tasks = lock(&self.tasks);
-        // An empty task stays in the queue, so that later tasks keep their numbers.
-        let task = tasks.queue.iter_mut().find_map(|QueuedTask(task)| {
-            task.take_if(|task| Arc::ptr_eq(&task.countdown, countdown))
-        });
-        // Release the lock before dropping the job's data.
-        drop(tasks);
+        // The lock is released before the job's data is dropped.
+        let task = lock(&self.tasks).take(countdown);
         match task {
             None => false,
             Some(task) => {
@@ -732,6 +818,37 @@ mod tests {
         dispatch.n_jobs = 0;
     }
 
+    #[test]
+    fn only_a_running_task_is_overdue() {
+        let workers = Workers::start(1, false, None).unwrap();
+        let (queue, start) = (&workers.slots[0].queue, Instant::now());
+        assert!(workers.find_overdue(start, Duration::ZERO).is_none());
+        let call = Location::caller();
+        *lock(&queue.tasks) = QueueState {
+            n_begun: 1,
+            last_begun: Some(BegunTask { at: start, call }),
+            ..QueueState::default()
+        };
+        assert_eq!(workers.find_overdue(start, Duration::ZERO).unwrap().call, call);
+        assert!(workers.find_overdue(start, Duration::from_hours(1)).is_none());
+        queue.n_ended.store(1, Ordering::Relaxed);
+        assert!(workers.find_overdue(start, Duration::ZERO).is_none());
+    }
+
+    #[test]
+    fn begun_job_keeps_its_turn() {
+        let workers = Workers::start(2, false, None).unwrap();
+        let job: Arc<dyn WorkerJob> = Arc::new(Add(&TWO_COUNTS));
+        let submitted = workers.submit(&job, Location::caller()).unwrap();
+        sync::wait_until(Some(Instant::now() + Duration::from_mins(1)), || {
+            submitted.countdown.all_ended()
+        });
+        assert!(!workers.cancel_unbegun(&submitted));
+        assert!(TWO_COUNTS.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+    }
+
+    static TWO_COUNTS: [AtomicUsize; 2] = [AtomicUsize::new(0), AtomicUsize::new(0)];
+
     static COUNTS: [AtomicUsize; 1] = [AtomicUsize::new(0)];
 
     /// Submits a task of a job of one slot; returns its counter.
@@ -740,7 +857,7 @@ mod tests {
         let countdown =
             Arc::new(TaskCountdown { total: 1, remaining: AtomicUsize::new(1), caller });
         let task = SlotTask { job: Arc::clone(job), countdown: Arc::clone(&countdown) };
-        queue.push(QueuedTask(Some(task)));
+        queue.push(QueuedTask { call: Location::caller(), task: Some(task) });
         countdown
     }
 
@@ -760,7 +877,7 @@ mod tests {
         // One clone is here, the other in the task that has begun.
         assert_eq!(Arc::strong_count(&job), 2);
         // The cancelled task still takes its turn.
-        assert!(queue.next().unwrap().0.is_none());
+        assert!(queue.next().unwrap().task.is_none());
         assert!(!queue.cancel(&second));
     }
 }

@@ -279,8 +279,8 @@ where
     ///
     /// A call inside a replica fails with [`ReplicaError::Nested`]. This is detected only on the
     /// mesh's threads: if a replica starts a thread that calls the same mesh, and waits for that
-    /// thread, both calls deadlock. The mesh's deadline ends the outer call only after another
-    /// replica has returned or waits in a collective.
+    /// thread, the thread's call fails with [`ReplicaError::Stuck`] at the mesh's deadline. Without
+    /// a deadline both calls wait for ever.
     ///
     /// # Errors
     ///
@@ -290,6 +290,7 @@ where
     /// Over several processes: [`ProcessError::WrongThread`] for a second calling thread. If a
     /// replica has not returned by the mesh's [deadline], the call returns without waiting for it,
     /// and all queued and later calls fail with [`ReplicaError::Stuck`] until the replica returns.
+    /// So does a call that waits for its turn while another one runs for longer than the deadline.
     /// After the replicas: [`Error::Specs`], [`ValueError::OutputCount`],
     /// [`ValueError::NotReplicated`], [`ValueError::Gather`] and, over several processes,
     /// [`ValueError::OutAxes`], [`ProcessError::Exchange`] and [`ProcessError::Peer`].

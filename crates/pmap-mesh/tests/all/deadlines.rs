@@ -140,6 +140,30 @@ fn queued_call_returns_its_own_failure() {
     works_again(&mesh);
 }
 
+#[test]
+fn call_of_a_replicas_thread_is_rejected() {
+    let mesh = mesh();
+    let (ended, has_ended) = mpsc::channel();
+    let line = line!() + 11;
+    thread::spawn(move || {
+        let own_mesh = mesh.clone();
+        let outer = mesh.pmap(move |_, ()| {
+            let inner = own_mesh.pmap(|_, ()| Ok(()));
+            let refused = thread::spawn(move || inner.call(())).join().unwrap();
+            if let Err(error) = &refused {
+                assert_busy_with(error, line);
+            }
+            refused.map_err(candle_core::Error::wrap)
+        });
+        let outcome = outer.call(());
+        works_again(&mesh);
+        ended.send(outcome.unwrap_err()).unwrap();
+    });
+    let error = has_ended.recv_timeout(Duration::from_mins(1)).expect("the call ends");
+    assert!(matches!(&error, Error::Replica(ReplicaError::Failed { .. })), "{error}");
+    assert!(error.to_string().contains("must not wait for a call on its own mesh"), "{error}");
+}
+
 /// Returns a mesh with slot 1 in a call that has not missed its deadline yet, and the line of that
 /// call.
 fn stuck_in_background() -> (DeviceMesh, Gate, u32) {
@@ -160,6 +184,16 @@ fn stuck_in_background() -> (DeviceMesh, Gate, u32) {
     });
     (0..2).for_each(|_| has_begun.recv().unwrap());
     (mesh, gate, line)
+}
+
+/// Asserts that the error names a slot and the call at this line.
+#[track_caller]
+fn assert_busy_with(error: &Error, line: u32) {
+    assert!(
+        matches!(error, Error::Replica(ReplicaError::Stuck { call, .. })
+            if call.file() == file!() && call.line() == line),
+        "{error}"
+    );
 }
 
 /// Asserts that the error names slot 1 and the call at this line.
