@@ -26,7 +26,8 @@ pub(super) struct PmapCall<I, O, F> {
     pub(super) f: Arc<F>,
     pub(super) topology: Arc<Topology>,
     pub(super) first_slot: usize,
-    pub(super) cut: Option<Arc<ArgumentCuts>>,
+    /// The cuts of the first argument that was cut, which define the rows of a replica.
+    pub(super) first_cut: Option<Arc<ArgumentCuts>>,
     pub(super) seed: Seed,
     /// The source location of the call.
     pub(super) location: &'static Location<'static>,
@@ -74,7 +75,7 @@ impl<I, O, F> PmapCall<I, O, F> {
             device: call.device.clone(),
             topology: Arc::clone(&self.topology),
             collectives: Collectives::new(Arc::clone(&call.engine)),
-            real_rows: self.cut.as_ref().and_then(|cut| cut.real_rows(slot)),
+            real_rows: self.first_cut.as_ref().and_then(|cut| cut.real_rows(slot)),
             seed: self.seed,
         })
     }
@@ -124,7 +125,7 @@ where
         let slot = (0..self.slots.len()).find(|slot| !stuck.contains(slot)).expect("one has ended");
         let missing = stuck.to_vec();
         let late =
-            CollectiveError::Deadline { slot, missing, call: Arc::new(self.final_wait()), limit };
+            CollectiveError::Deadline { slot, missing, call: self.final_wait().to_string(), limit };
         self.slots[slot].engine.fail(late.into());
         self.failure().expect("a failure was recorded above")
     }

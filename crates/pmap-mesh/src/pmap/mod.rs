@@ -25,11 +25,7 @@ use crate::{
         sharded::Sharded,
     },
     replica::Replica,
-    spec::{
-        P, Specs,
-        cut::{ArgumentCuts, Uneven},
-        tree::TensorTree,
-    },
+    spec::{P, Specs, cut::Uneven, tree::TensorTree},
 };
 
 /// A function that runs on every device of a mesh, created by [`DeviceMesh::pmap`] and
@@ -327,8 +323,8 @@ where
     #[track_caller]
     pub fn call_at(&self, step: u64, arguments: I) -> Result<O> {
         Workers::check_not_nested()?;
-        let (shards, cut) = self.shard(&arguments)?;
-        self.run_on(step, shards, cut, Location::caller())?.join(&self.out_axes, self.trust)
+        let results = self.run_on(step, self.shard(&arguments)?, Location::caller())?;
+        results.join(&self.out_axes, self.trust)
     }
 
     /// Runs the function as [`call`](Self::call) does, and writes the results into the tensors of
@@ -358,8 +354,8 @@ where
     #[track_caller]
     pub fn call_sharded(&self, arguments: I) -> Result<Sharded<O>> {
         Workers::check_not_nested()?;
-        let (shards, cut) = self.shard(&arguments)?;
-        self.run_on(self.next_step(), shards, cut, Location::caller())
+        let arguments = self.shard(&arguments)?;
+        self.run_on(self.next_step(), arguments, Location::caller())
     }
 
     /// Runs the function on values that are already on the devices.
@@ -371,12 +367,12 @@ where
     #[track_caller]
     pub fn run(&self, arguments: Sharded<I>) -> Result<Sharded<O>> {
         Workers::check_not_nested()?;
-        let (shards, cut) = arguments.into_shards(&self.mesh)?;
-        self.run_on(self.next_step(), shards, cut, Location::caller())
+        arguments.check_mesh(&self.mesh)?;
+        self.run_on(self.next_step(), arguments, Location::caller())
     }
 
-    fn shard(&self, arguments: &I) -> Result<(Vec<I>, Option<Arc<ArgumentCuts>>)> {
-        sharded::shard(&self.mesh, arguments, &self.in_axes, self.uneven)
+    fn shard(&self, arguments: &I) -> Result<Sharded<I>> {
+        Sharded::cut(&self.mesh, arguments, &self.in_axes, self.uneven)
     }
 
     /// Returns the step of a call without an explicit step.
@@ -388,19 +384,19 @@ where
     fn run_on(
         &self,
         step: u64,
-        shards: Vec<I>,
-        cut: Option<Arc<ArgumentCuts>>,
+        arguments: Sharded<I>,
         location: &'static Location<'static>,
     ) -> Result<Sharded<O>> {
         self.mesh.check_caller_thread()?;
         self.mesh.synchronize_all()?;
         let engines = self.mesh.backend().begin();
+        let Sharded { shards, first_cut, .. } = arguments;
         let inputs = shards.into_iter().zip(engines).zip(self.mesh.devices());
         let call = Arc::new(PmapCall {
             f: Arc::clone(&self.f),
             topology: self.mesh.topology_arc(),
             first_slot: self.mesh.local_slots().start,
-            cut: cut.clone(),
+            first_cut: first_cut.clone(),
             seed: self.seed.derive(step),
             location,
             slots: inputs
@@ -408,7 +404,7 @@ where
                 .collect(),
         });
         (self.run_call)(self.mesh.workers(), &call, location)?;
-        Ok(Sharded::new(self.mesh.clone(), call.take_results()?, cut))
+        Ok(Sharded { mesh: self.mesh.clone(), shards: call.take_results()?, first_cut })
     }
 }
 

@@ -41,10 +41,11 @@ use crate::{
 #[derive(Clone, Debug)]
 #[doc(alias = "DTensor")]
 pub struct Sharded<T> {
-    mesh: DeviceMesh,
-    shards: Vec<T>,
-    /// The cut of the first argument that was cut.
-    cut: Option<Arc<ArgumentCuts>>,
+    pub(super) mesh: DeviceMesh,
+    pub(super) shards: Vec<T>,
+    /// The cuts of the first argument that was cut: they define the rows of a replica, and the
+    /// padding of results.
+    pub(super) first_cut: Option<Arc<ArgumentCuts>>,
 }
 
 impl DeviceMesh {
@@ -59,20 +60,48 @@ impl DeviceMesh {
         reason = "the value is passed by value, like an argument of a parallel function"
     )]
     pub fn shard<T: TensorTree>(&self, value: T, specs: impl Into<Specs>) -> Result<Sharded<T>> {
-        let (shards, cut) = self::shard(self, &value, &specs.into(), Uneven::Refuse)?;
-        let mut placed = Vec::with_capacity(shards.len());
-        for (shard, device) in shards.iter().zip(self.devices()) {
-            placed.push(tree::try_map_indexed(shard, |index, tensor| {
+        let mut sharded = Sharded::cut(self, &value, &specs.into(), Uneven::Refuse)?;
+        for (shard, device) in sharded.shards.iter_mut().zip(self.devices()) {
+            *shard = tree::try_map_indexed(shard, |index, tensor| {
                 shard_to_device(tensor, device).map_err(Error::shard(index))
-            })?);
+            })?;
         }
-        Ok(Sharded::new(self.clone(), placed, cut))
+        Ok(sharded)
     }
 }
 
 impl<T: TensorTree> Sharded<T> {
-    pub(crate) fn new(mesh: DeviceMesh, shards: Vec<T>, cut: Option<Arc<ArgumentCuts>>) -> Self {
-        Self { mesh, shards, cut }
+    /// Cuts arguments for the slots of this process. Shards stay on the device of their argument, and
+    /// are views, unless they are padded.
+    pub(super) fn cut(
+        mesh: &DeviceMesh,
+        arguments: &T,
+        specs: &Specs,
+        uneven: Uneven,
+    ) -> Result<Self> {
+        let topology = mesh.topology();
+        let inputs = tree::leaves(arguments);
+        let mut faults = FaultList::default();
+        let specs = specs.resolve(Side::In, arguments, topology, &mut faults)?;
+        let cuts: Vec<ArgumentCuts> = (inputs.iter().zip(&specs).enumerate())
+            .map(|(index, (input, spec))| {
+                ArgumentCuts::new(index, input, spec, uneven, topology, &mut faults)
+            })
+            .collect();
+        faults.check()?;
+        for (index, input) in inputs.iter().enumerate() {
+            // Wait until the argument is computed, since the streams of other threads would not
+            // wait.
+            synchronize_all(input.device()).map_err(Error::shard(index))?;
+        }
+        let mut shards = Vec::with_capacity(mesh.devices().len());
+        for slot in mesh.local_slots() {
+            shards.push(tree::try_map_indexed(arguments, |index, input| {
+                cuts[index].shard(input, slot).map_err(Error::shard(index))
+            })?);
+        }
+        let first_cut = cuts.into_iter().find(|cut| !cut.is_uncut()).map(Arc::new);
+        Ok(Self { mesh: mesh.clone(), shards, first_cut })
     }
 
     /// Returns the shards of this process's devices, in the order of the mesh.
@@ -80,16 +109,9 @@ impl<T: TensorTree> Sharded<T> {
         &self.shards
     }
 
-    /// Returns the shards and their cut, or an error if the value is not on `mesh`.
-    pub(crate) fn into_shards(
-        self,
-        mesh: &DeviceMesh,
-    ) -> Result<(Vec<T>, Option<Arc<ArgumentCuts>>)> {
-        if self.mesh.ptr_eq(mesh) {
-            Ok((self.shards, self.cut))
-        } else {
-            Err(ValueError::MeshMismatch.into())
-        }
+    /// Rejects a value that is not on `mesh`.
+    pub(super) fn check_mesh(&self, mesh: &DeviceMesh) -> Result<(), ValueError> {
+        if self.mesh.ptr_eq(mesh) { Ok(()) } else { Err(ValueError::MeshMismatch) }
     }
 
     /// Combines two values into one argument, to pass stored values together with new ones.
@@ -101,9 +123,9 @@ impl<T: TensorTree> Sharded<T> {
     ///
     /// [`ValueError::MeshMismatch`] if the values are on different meshes.
     pub fn zip<U: TensorTree>(self, other: Sharded<U>) -> Result<Sharded<(T, U)>> {
-        let (others, cut) = other.into_shards(&self.mesh)?;
-        let shards = self.shards.into_iter().zip(others).collect();
-        Ok(Sharded { mesh: self.mesh, shards, cut: self.cut.or(cut) })
+        other.check_mesh(&self.mesh)?;
+        let shards = self.shards.into_iter().zip(other.shards).collect();
+        Ok(Sharded { mesh: self.mesh, shards, first_cut: self.first_cut.or(other.first_cut) })
     }
 
     /// Joins the shards on the first device of the mesh. Over several processes, every process
@@ -160,7 +182,7 @@ impl<T: TensorTree> Sharded<T> {
         let join = ResultJoin {
             topology: self.mesh.topology(),
             home: &self.mesh.devices()[0],
-            cut: self.cut.as_deref(),
+            cut: self.first_cut.as_deref(),
             comparison,
         };
         Ok(JoinInputs { per_slot, specs, join })
@@ -187,35 +209,4 @@ struct JoinInputs<'a> {
 /// Returns tensor number `index` of each list.
 fn tensors_at(lists: &[Vec<Tensor>], index: usize) -> Vec<Tensor> {
     lists.iter().map(|list| list[index].clone()).collect()
-}
-
-/// Returns the shards of the arguments for each slot of this process, and the cut of the first
-/// argument that is cut. Shards are views, unless they are padded.
-pub(crate) fn shard<I: TensorTree>(
-    mesh: &DeviceMesh,
-    arguments: &I,
-    specs: &Specs,
-    uneven: Uneven,
-) -> Result<(Vec<I>, Option<Arc<ArgumentCuts>>)> {
-    let topology = mesh.topology();
-    let inputs = tree::leaves(arguments);
-    let mut faults = FaultList::default();
-    let specs = specs.resolve(Side::In, arguments, topology, &mut faults)?;
-    let cuts: Vec<ArgumentCuts> = (inputs.iter().zip(&specs).enumerate())
-        .map(|(index, (input, spec))| {
-            ArgumentCuts::new(index, input, spec, uneven, topology, &mut faults)
-        })
-        .collect();
-    faults.check()?;
-    for (index, input) in inputs.iter().enumerate() {
-        // Wait until the argument is computed, since the streams of other threads would not wait.
-        synchronize_all(input.device()).map_err(Error::shard(index))?;
-    }
-    let mut shards = Vec::with_capacity(mesh.devices().len());
-    for slot in mesh.local_slots() {
-        shards.push(tree::try_map_indexed(arguments, |index, input| {
-            cuts[index].shard(input, slot).map_err(Error::shard(index))
-        })?);
-    }
-    Ok((shards, cuts.into_iter().find(|cut| !cut.is_uncut()).map(Arc::new)))
 }
