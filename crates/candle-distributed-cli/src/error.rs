@@ -273,12 +273,9 @@ fn option_message(error: &finetune::Error) -> String {
 
 /// Returns true if the requested mesh is impossible on this or any machine.
 fn is_bad_input(error: &mesh::Error) -> bool {
-    use mesh::MeshError::{AxisCount, Device, DuplicateAxis, Size};
+    use mesh::MeshError::{Axes, Device, Size};
 
-    matches!(
-        error,
-        mesh::Error::Mesh(Device { .. } | DuplicateAxis { .. } | AxisCount { .. } | Size { .. })
-    )
+    matches!(error, mesh::Error::Mesh(Device { .. } | Axes { .. } | Size { .. }))
 }
 
 /// Returns true if an argument or the content of a checkpoint is at fault. I/O errors are not bad

@@ -33,14 +33,15 @@ impl Topology {
     /// Checks the names and sizes of the axes.
     pub(crate) fn new(axes: Vec<(String, usize)>, max_slots: usize) -> Result<Self, MeshError> {
         if axes.len() > Self::MAX_AXES {
-            return Err(MeshError::AxisCount { count: axes.len(), max: Self::MAX_AXES });
+            let (count, max) = (axes.len(), Self::MAX_AXES);
+            return Err(axes_error(format!("invalid number of axes {count}: at most {max}")));
         }
         for (n, (name, _)) in axes.iter().enumerate() {
             if name.is_empty() {
-                return Err(MeshError::UnnamedAxis { position: n });
+                return Err(axes_error(format!("axis {n} of the mesh has no name")));
             }
             if axes[..n].iter().any(|(earlier, _)| earlier == name) {
-                return Err(MeshError::DuplicateAxis { name: name.clone() });
+                return Err(axes_error(format!("the mesh has two axes named {name}")));
             }
         }
         let count = axes.iter().fold(1, |slots: usize, (_, size)| slots.saturating_mul(*size));
@@ -159,6 +160,11 @@ impl Groups {
     }
 }
 
+/// Returns the error of invalid axes.
+pub(crate) fn axes_error(reason: String) -> MeshError {
+    MeshError::Axes { reason }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -201,9 +207,9 @@ mod tests {
         let MeshError::UnknownAxis { name, known } = error else { panic!("{error}") };
         assert_eq!((name.as_str(), known), ("b", vec!["a0".to_owned(), "a1".to_owned()]));
         let twice = Topology::new(vec![("x".into(), 2), ("x".into(), 2)], 1024);
-        assert!(matches!(twice, Err(MeshError::DuplicateAxis { name }) if name == "x"));
+        assert_eq!(twice.unwrap_err().to_string(), "the mesh has two axes named x");
         let unnamed = Topology::new(vec![("x".into(), 2), (String::new(), 2)], 1024);
-        assert!(matches!(unnamed, Err(MeshError::UnnamedAxis { position: 1 })));
+        assert_eq!(unnamed.unwrap_err().to_string(), "axis 1 of the mesh has no name");
         for sizes in [vec![0, 2], vec![usize::MAX, 2], vec![1025]] {
             let axes =
                 sizes.into_iter().enumerate().map(|(n, size)| (n.to_string(), size)).collect();

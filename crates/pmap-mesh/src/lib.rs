@@ -27,10 +27,7 @@ pub use crate::engine::nccl::NcclStore;
 pub use crate::{
     axes::{ALL, MeshAxes},
     device::{allocator::keep_freed_memory, threads::init_threads},
-    error::{
-        CollectiveError, Error, MeshError, ProcessError, ReplicaError, Result, ValueError,
-        fault::{Side, SpecFault},
-    },
+    error::{CollectiveError, Error, MeshError, ProcessError, ReplicaError, Result, ValueError},
     mesh::{DeviceMesh, builder::DeviceMeshBuilder},
     pmap::{PMap, sharded::Sharded},
     replica::{
@@ -41,8 +38,6 @@ pub use crate::{
 };
 
 /// Items for the crates that build on this one. They may change with any version.
-///
-/// Some errors of this crate contain these items. Display them; do not match on them.
 #[doc(hidden)]
 pub mod support {
     pub use crate::{
@@ -51,7 +46,6 @@ pub mod support {
             layout::{Run, RunLayout},
             traffic::{Tally, Traffic},
         },
-        error::{LayoutFault, call::CollectiveCall},
         replica::pending::Pending,
     };
 }

@@ -54,9 +54,9 @@ const SPIN_LIMIT: &str = "1000";
 ///
 /// # Errors
 ///
-/// [`MeshError::Size`] if `slots` is 0. If a variable is unset: [`MeshError::ThreadsRun`] if the
-/// process has a second thread (a test, which runs in parallel with others, or a program in which
-/// candle has started its pools), and [`MeshError::ThreadsUnknown`] if threads cannot be counted.
+/// [`MeshError::Size`] if `slots` is 0. If a variable is unset, [`MeshError::Threads`] if the process
+/// has a second thread (a test, which runs in parallel with others, or a program in which candle has
+/// started its pools), or if threads cannot be counted.
 ///
 /// # Examples
 ///
@@ -111,9 +111,16 @@ fn check_single_thread() -> Result<(), MeshError> {
     }
     match num_threads::num_threads().map(usize::from) {
         Some(1) => Ok(()),
-        Some(threads) => Err(MeshError::ThreadsRun { threads }),
-        None => Err(MeshError::ThreadsUnknown),
+        Some(threads) => Err(threads_error(format!(
+            "while the process has {threads} threads: call `init_threads` in the first line of `main`, or"
+        ))),
+        None => Err(threads_error("safely on this system:".into())),
     }
+}
+
+fn threads_error(reason: String) -> MeshError {
+    let [rayon, candle] = THREAD_VARIABLES;
+    MeshError::Threads { reason: format!("{reason} set {rayon} and {candle}") }
 }
 
 /// Returns true if the slots of a process compete for threads, given the devices of the process and

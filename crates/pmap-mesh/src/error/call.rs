@@ -12,7 +12,7 @@ use crate::axes::{AxisSet, MeshAxes};
 /// Operation, axes, dtype and shape must be equal on all replicas of a group. The location may
 /// differ: a branch by rank may call the same collective from two places.
 #[derive(Clone, Debug)]
-pub struct CollectiveCall {
+pub(crate) struct CollectiveCall {
     /// The name of the operation.
     pub(crate) op: &'static str,
     /// The parameters of the operation that must agree, such as a dimension or a root; empty if it

@@ -3,13 +3,11 @@
 pub(crate) mod call;
 pub(crate) mod fault;
 
-use std::{error::Error as StdError, iter, panic::Location, sync::Arc, time::Duration};
+use std::{error::Error as StdError, iter, panic::Location, time::Duration};
 
 use candle_core::Device;
-#[cfg(feature = "nccl")]
-use candle_core::DeviceLocation;
 
-use crate::error::{call::CollectiveCall, fault::SpecFault};
+use crate::error::fault::SpecFault;
 
 /// The result of a fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -42,9 +40,11 @@ pub enum Error {
     /// A mesh cannot be made, or lacks a requested axis or device.
     #[error(transparent)]
     Mesh(#[from] MeshError),
-    /// Specs do not fit the tensors. Lists all faults.
-    #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
-    Specs(Vec<SpecFault>),
+    /// Specs do not fit the tensors. Lists the messages of all faults: a wrong number of specs, an
+    /// axis that the mesh lacks or that is named twice, a sum of an argument, a dimension that is out
+    /// of range or that does not split over the devices, or a mean of integers.
+    #[error("{}", .0.join("; "))]
+    Specs(Vec<String>),
     /// An argument cannot be cut, or the results of the replicas cannot be joined.
     #[error(transparent)]
     Value(#[from] ValueError),
@@ -72,25 +72,12 @@ pub enum MeshError {
         /// The largest number of devices in a mesh.
         max: usize,
     },
-    /// A mesh has too many axes.
-    #[error("invalid number of axes {count}: at most {max}")]
-    AxisCount {
-        /// The requested number of axes.
-        count: usize,
-        /// The largest number of axes.
-        max: usize,
-    },
-    /// Two axes of a mesh have the same name.
-    #[error("the mesh has two axes named {name}")]
-    DuplicateAxis {
-        /// The name.
-        name: String,
-    },
-    /// An axis of a mesh has an empty name.
-    #[error("axis {position} of the mesh has no name")]
-    UnnamedAxis {
-        /// The index of the axis.
-        position: usize,
+    /// Names or number of the axes are invalid, devices do not fill them, or a coordinate is beyond
+    /// its axis.
+    #[error("{reason}")]
+    Axes {
+        /// The axis or number at fault, and its limit.
+        reason: String,
     },
     /// The mesh has no axis of this name.
     #[error("the mesh has no axis named {name}; its axes are {}", known.join(", "))]
@@ -100,24 +87,6 @@ pub enum MeshError {
         /// The names of the mesh's axes.
         known: Vec<String>,
     },
-    /// A coordinate is beyond the size of its axis.
-    #[error("coordinate {coordinate} is out of range for axis {axis} of size {size}")]
-    Coordinate {
-        /// The name of the axis.
-        axis: String,
-        /// The requested coordinate.
-        coordinate: usize,
-        /// The size of the axis.
-        size: usize,
-    },
-    /// The number of devices is not the number of slots.
-    #[error("{devices} devices do not fill a mesh of {slots} slots")]
-    DeviceCount {
-        /// The number of devices.
-        devices: usize,
-        /// The product of the sizes of all axes.
-        slots: usize,
-    },
     /// The device does not exist, or this build does not support its kind.
     #[error("device {index} cannot be opened: {}", one_line(cause))]
     Device {
@@ -126,24 +95,13 @@ pub enum MeshError {
         /// candle's error.
         cause: candle_core::Error,
     },
-    /// The thread counts of candle's kernels can no longer be set; see
-    /// [`init_threads`](crate::init_threads).
-    #[error(
-        "the number of candle's threads can be set only while the process has one thread, but it has {threads}: call \
-         `init_threads` in the first line of `main`, or set RAYON_NUM_THREADS and CANDLE_NUM_THREADS before the \
-         program starts"
-    )]
-    ThreadsRun {
-        /// The number of threads in the process.
-        threads: usize,
+    /// The thread counts of candle's kernels can no longer be set, or this system cannot count the
+    /// threads of a process; see [`init_threads`](crate::init_threads).
+    #[error("the number of candle's threads cannot be set {reason} before the program starts")]
+    Threads {
+        /// The reason, with the number of threads in the process if it is known, and the way out.
+        reason: String,
     },
-    /// This system cannot count the threads of a process; see
-    /// [`init_threads`](crate::init_threads).
-    #[error(
-        "the number of candle's threads cannot be set safely on this system: set RAYON_NUM_THREADS and \
-         CANDLE_NUM_THREADS before the program starts"
-    )]
-    ThreadsUnknown,
     /// The worker threads of a slot could not be started.
     #[error("the worker of slot {slot} cannot be started: {cause}")]
     Worker {
@@ -172,15 +130,6 @@ pub enum ValueError {
     /// A value is on the devices of another mesh.
     #[error("the value is on another mesh; gather it there and shard it here")]
     MeshMismatch,
-    /// [`DeviceMesh::process_allgather`](crate::DeviceMesh::process_allgather) was given a
-    /// different number of lists than this process has slots.
-    #[error("got {lists} lists for the {slots} slots of this process")]
-    ListCount {
-        /// The number of lists that were passed.
-        lists: usize,
-        /// The number of slots in this process.
-        slots: usize,
-    },
     /// The replicas returned different numbers of tensors, or not as many as
     /// [`PMap::call_into`](crate::PMap::call_into) got for the results.
     #[error("replica {slot} returned {tensors} tensors, expected {expected}")]
@@ -215,12 +164,12 @@ pub enum ValueError {
         first: usize,
     },
     /// A [`RunLayout`](crate::support::RunLayout) does not give every item exactly one owner.
-    #[error("invalid layout {layout}: {fault}")]
+    #[error("invalid layout {layout}: {reason}")]
     Layout {
         /// The name of the layout.
         layout: String,
-        /// The fault of the layout.
-        fault: LayoutFault,
+        /// The fault: the rank, tensor and items, and the limit.
+        reason: String,
     },
     /// The outputs of the replicas cannot be joined.
     #[error("output {index} cannot be gathered: {}", one_line(cause))]
@@ -229,63 +178,6 @@ pub enum ValueError {
         index: usize,
         /// candle's error.
         cause: candle_core::Error,
-    },
-}
-
-/// Why the runs of some tensors are not a valid layout; see
-/// [`RunLayout`](crate::support::RunLayout).
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum LayoutFault {
-    /// A rank owns items beyond the end of a tensor.
-    #[error("rank {rank} owns items {items:?} of tensor {tensor}, which has {size}")]
-    ItemsOutOfRange {
-        /// The rank.
-        rank: usize,
-        /// The index of the tensor.
-        tensor: usize,
-        /// The items.
-        items: std::ops::Range<usize>,
-        /// The number of items in the tensor.
-        size: usize,
-    },
-    /// A rank owns items of a tensor that does not exist.
-    #[error("rank {rank} owns items of tensor {tensor}, but there are only {tensors} tensors")]
-    TensorOutOfRange {
-        /// The rank.
-        rank: usize,
-        /// The index of the tensor.
-        tensor: usize,
-        /// The number of tensors.
-        tensors: usize,
-    },
-    /// A tensor has more bytes than can be addressed.
-    #[error("tensor {tensor} of shape {dims:?} has more bytes than can be addressed")]
-    TooLarge {
-        /// The index of the tensor.
-        tensor: usize,
-        /// The shape of the tensor.
-        dims: Vec<usize>,
-    },
-    /// An item has no owner.
-    #[error("item {item} of tensor {tensor} has no owner")]
-    MissingOwner {
-        /// The index of the tensor.
-        tensor: usize,
-        /// The first item without an owner.
-        item: usize,
-    },
-    /// An item belongs to two ranks, or to one rank twice.
-    #[error("item {item} of tensor {tensor} belongs to both rank {first} and rank {second}")]
-    OverlappingRuns {
-        /// The index of the tensor.
-        tensor: usize,
-        /// The first item with two owners.
-        item: usize,
-        /// The rank of one owner.
-        first: usize,
-        /// The rank of the other owner.
-        second: usize,
     },
 }
 
@@ -375,20 +267,7 @@ pub enum CollectiveError {
         /// The waiting replica.
         waiting: usize,
         /// The call in which it waits.
-        call: Arc<CollectiveCall>,
-    },
-    /// The process of a replica dropped its last mesh while another replica waits for it in a
-    /// collective.
-    #[error(
-        "the process of replica {slot} has left while replica {waiting} waits for it in {call}"
-    )]
-    Left {
-        /// The replica of the process that left.
-        slot: usize,
-        /// The waiting replica.
-        waiting: usize,
-        /// The call in which it waits.
-        call: Arc<CollectiveCall>,
+        call: String,
     },
     /// A replica calls a collective after its function has returned.
     #[error("replica {slot} calls {call} after its function has returned")]
@@ -396,7 +275,7 @@ pub enum CollectiveError {
         /// The replica.
         slot: usize,
         /// The call.
-        call: Arc<CollectiveCall>,
+        call: String,
     },
     /// A replica returned without waiting for a collective that it had started.
     #[error("replica {slot} has returned without having waited for {call}")]
@@ -404,13 +283,13 @@ pub enum CollectiveError {
         /// The replica.
         slot: usize,
         /// The collective that it started.
-        call: Arc<CollectiveCall>,
+        call: String,
     },
     /// Every replica that has not returned waits, in groups that cannot complete.
     #[error("all replicas wait for each other: {}", list_waiting(waiting))]
     Deadlock {
         /// The waiting replicas and their calls.
-        waiting: Vec<(usize, Arc<CollectiveCall>)>,
+        waiting: Vec<(usize, String)>,
     },
     /// A replica waited in a collective for longer than the mesh allows.
     #[error("replica {slot} waited for more than {limit:?} in {call}{}", list_missing(missing))]
@@ -421,23 +300,9 @@ pub enum CollectiveError {
         /// unknown, as over NCCL.
         missing: Vec<usize>,
         /// The call in which it waited.
-        call: Arc<CollectiveCall>,
+        call: String,
         /// The mesh's deadline.
         limit: Duration,
-    },
-    /// A tensor in a collective over NCCL is not on the device of its process.
-    #[cfg(feature = "nccl")]
-    #[error(
-        "the tensor of {call} is on {found:?}, but NCCL needs it on the device of its replica, {expected:?}"
-    )]
-    DeviceMismatch {
-        /// The collective.
-        call: Arc<CollectiveCall>,
-        /// The device of the tensor.
-        found: DeviceLocation,
-        /// The device of the replica. It may have the same index as `found`, since candle
-        /// distinguishes two handles of one device.
-        expected: DeviceLocation,
     },
 }
 
@@ -525,7 +390,7 @@ impl Error {
 
 impl From<SpecFault> for Error {
     fn from(fault: SpecFault) -> Self {
-        Self::Specs(vec![fault])
+        Self::Specs(vec![fault.0])
     }
 }
 
@@ -563,7 +428,7 @@ fn in_one_line(error: &(dyn StdError + 'static)) -> String {
 }
 
 /// Lists the waiting replicas and their calls.
-fn list_waiting(waiting: &[(usize, Arc<CollectiveCall>)]) -> String {
+fn list_waiting(waiting: &[(usize, String)]) -> String {
     let replicas: Vec<String> =
         waiting.iter().map(|(slot, call)| format!("replica {slot} in {call}")).collect();
     replicas.join(", ")

@@ -13,7 +13,7 @@ use crate::{engine::Backend, grid::PROCESS_DEADLINE};
 use crate::{
     engine::threads::ThreadBackend,
     error::{MeshError, Result},
-    grid::{MAX_DEVICES, Topology},
+    grid::{MAX_DEVICES, Topology, axes_error},
     mesh::DeviceMesh,
     sync::catch,
 };
@@ -142,14 +142,15 @@ impl DeviceMeshBuilder {
     /// # Errors
     ///
     /// [`MeshError::Size`] for no slots or more than [`DeviceMesh::MAX_DEVICES`],
-    /// [`MeshError::AxisCount`] for too many axes, [`MeshError::UnnamedAxis`],
-    /// [`MeshError::DuplicateAxis`], [`MeshError::DeviceCount`] if there are more or fewer devices
-    /// than slots, and [`MeshError::Worker`] if the system gives no more threads.
+    /// [`MeshError::Axes`] for too many axes, an axis without a name, two axes of one name, and more
+    /// or fewer devices than slots, and [`MeshError::Worker`] if the system gives no more threads.
     pub fn devices(self, devices: Vec<Device>) -> Result<DeviceMesh> {
         let topology = Topology::new(self.axes, MAX_DEVICES)?;
         let slots = topology.slots();
         if devices.len() != slots {
-            return Err(MeshError::DeviceCount { devices: devices.len(), slots }.into());
+            let devices = devices.len();
+            let reason = format!("{devices} devices do not fill a mesh of {slots} slots");
+            return Err(axes_error(reason).into());
         }
         let backend = Arc::new(ThreadBackend::new(
             slots,

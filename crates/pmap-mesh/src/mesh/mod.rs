@@ -17,7 +17,7 @@ use candle_core::{Device, Tensor};
 use crate::{
     device::{threads, to_device::synchronize_all},
     engine::{AllgatherPurpose, Backend},
-    error::{MeshError, ProcessError, ReplicaError, Result, ValueError},
+    error::{ProcessError, ReplicaError, Result},
     grid::{self, Topology},
     mesh::{
         builder::{DeviceMeshBuilder, Options},
@@ -156,8 +156,8 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`MeshError::UnknownAxis`], [`MeshError::Coordinate`], [`ProcessError::Unsupported`], and
-    /// the errors of [`new`](Self::new).
+    /// [`MeshError::UnknownAxis`], [`MeshError::Axes`] for a coordinate beyond the axis,
+    /// [`ProcessError::Unsupported`], and the errors of [`new`](Self::new).
     ///
     /// # Examples
     ///
@@ -175,8 +175,10 @@ impl DeviceMesh {
         let set = self.topology().set(&axis.into())?;
         let size = self.topology().size(set);
         if coordinate >= size {
-            let axis = axis.to_owned();
-            return Err(MeshError::Coordinate { axis, coordinate, size }.into());
+            return Err(grid::axes_error(format!(
+                "coordinate {coordinate} is out of range for axis {axis} of size {size}"
+            ))
+            .into());
         }
         let groups = self.topology().groups(set);
         let slots = self.local_slots().filter(|&slot| groups.position(slot).rank == coordinate);
@@ -220,14 +222,15 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`ValueError::ListCount`] for a wrong number of lists. Over several processes:
+    /// [`ProcessError::Exchange`] for a wrong number of lists. Over several processes:
     /// [`ProcessError::WrongThread`] for a second calling thread, [`ProcessError::Exchange`] if a
     /// process cannot send its tensors, and then [`ProcessError::Peer`] on all others.
     #[doc(hidden)]
     pub fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> Result<Vec<Vec<Tensor>>> {
         let slots = self.devices().len();
         if lists.len() != slots {
-            return Err(ValueError::ListCount { lists: lists.len(), slots }.into());
+            let cause = format!("got {} lists for the {slots} slots of this process", lists.len());
+            return Err(ProcessError::Exchange { cause: candle_core::Error::msg(cause) }.into());
         }
         self.check_caller_thread()?;
         self.0.backend.process_allgather(AllgatherPurpose::User, Ok(lists))

@@ -243,6 +243,7 @@ impl Collectives {
         match (outcome, self.outstanding.first()) {
             (Ok(()), None) => self.engine.finish(),
             (Ok(()), Some(call)) => {
+                let call = call.to_string();
                 self.engine.fail(CollectiveError::NeverAwaited { slot, call }.into());
             }
             (Err(error), _) => self.engine.fail(error),

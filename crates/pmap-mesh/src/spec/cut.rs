@@ -236,28 +236,21 @@ fn find_fault(
     earlier: Option<&DimSplit>,
     split: &DimSplit,
 ) -> Option<SpecFault> {
-    let DimSplit { total: size, parts, .. } = *split;
-    let shape = input.dims().to_vec();
+    let shape = input.dims();
     match earlier {
         // The earlier cut has recorded the fault.
         Some(earlier) if !earlier.is_possible() => None,
         // Balanced shards of different sizes cannot all be cut in one way.
-        Some(earlier) if !earlier.is_even() && split.uneven != Uneven::Pad => {
-            Some(SpecFault::CutAfterUneven {
-                index,
-                dim,
-                size: earlier.total,
-                shape,
-                parts: earlier.parts,
-            })
+        Some(DimSplit { total, parts, .. })
+            if !total.is_multiple_of(*parts) && split.uneven != Uneven::Pad =>
+        {
+            Some(SpecFault(format!(
+                "dimension {dim} of input {index} of shape {shape:?} is cut a second time, but its first cut of size \
+                 {total} over {parts} devices is uneven; cut it along all axes at once, as `P::shard({dim}, [\"a\", \"b\"])`"
+            )))
         }
-        _ => (!split.is_possible()).then_some(SpecFault::NotDivisible {
-            index,
-            dim,
-            size,
-            shape,
-            parts,
-        }),
+        _ => (!split.is_possible())
+            .then(|| SpecFault::not_divisible((index, dim), shape, split.total, split.parts)),
     }
 }
 

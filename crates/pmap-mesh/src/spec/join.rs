@@ -193,7 +193,11 @@ fn write_into(out: &Tensor, index: usize, dim: usize, parts: &[Tensor]) -> Resul
     if size == out.dims()[dim] {
         return Ok(());
     }
-    Err(SpecFault::OutputSize { index, dim, size, shape: out.dims().to_vec() }.into())
+    let shape = out.dims();
+    Err(SpecFault(format!(
+        "output {index} has size {size} in dimension {dim}, but the tensor passed for it has shape {shape:?}"
+    ))
+    .into())
 }
 
 /// Joins the parts of one group.
@@ -204,13 +208,16 @@ fn combine(index: usize, parts: &[Tensor], treatment: Treatment) -> Result<Tenso
             Tensor::cat(parts, spec::find_dim(Side::Out, index, dim, first)?)
         }
         Treatment::Stack(dim) => {
-            let shape = first.dims().to_vec();
-            let out_of_range = SpecFault::DimOutOfRange { side: Side::Out, index, dim, shape };
-            Tensor::stack(parts, spec::normalize(dim, first.rank() + 1).ok_or(out_of_range)?)
+            let out_of_range = || SpecFault::out_of_range(Side::Out, index, dim, first.dims());
+            Tensor::stack(parts, spec::normalize(dim, first.rank() + 1).ok_or_else(out_of_range)?)
         }
         Treatment::Sum => reduce_parts(parts, Reduction::Sum),
         Treatment::Mean if !first.dtype().is_float() => {
-            return Err(SpecFault::MeanOfIntegers { index, dtype: first.dtype() }.into());
+            let dtype = first.dtype().as_str();
+            return Err(SpecFault(format!(
+                "output {index} of type {dtype} has no mean, only floats have; sum it"
+            ))
+            .into());
         }
         Treatment::Mean => reduce_parts(parts, Reduction::Mean),
     };

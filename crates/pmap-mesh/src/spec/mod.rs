@@ -134,16 +134,19 @@ impl P {
         let mut seen = 0;
         let mut resolved = Vec::with_capacity(self.0.len());
         for (axes, treatment) in &self.0 {
-            let set = topology.set(axes).map_err(|unknown| {
-                let reason = unknown.to_string();
-                SpecFault::Axes { side, index, reason }
-            });
+            let set = topology
+                .set(axes)
+                .map_err(|unknown| SpecFault(format!("{side}put {index}: {unknown}")));
             let Some(set) = faults.note(set) else { continue };
             if seen & set != 0 {
-                faults.add(SpecFault::DuplicateAxis { side, index, axes: axes.to_string() });
+                faults.add(SpecFault(format!(
+                    "{side}put {index}: a mesh axis of {axes} is named twice"
+                )));
             }
             if side == Side::In && !matches!(treatment, Treatment::Shard(_)) {
-                faults.add(SpecFault::ReducedInput { index });
+                faults.add(SpecFault(format!(
+                    "input {index}: an argument can be sharded or replicated, nothing else"
+                )));
             }
             seen |= set;
             resolved.push((set, *treatment));
@@ -215,9 +218,7 @@ impl Specs {
             SpecList::Each(specs) if specs.len() == tensors => {
                 Ok(resolve_each(specs.iter(), side, topology, faults))
             }
-            SpecList::Each(specs) => {
-                Err(SpecFault::Count { side, specs: specs.len(), arguments: parts.len(), tensors })
-            }
+            SpecList::Each(specs) => Err(SpecFault::count(side, specs.len(), parts.len(), tensors)),
         }
     }
 }
@@ -270,21 +271,17 @@ pub(crate) fn find_dim(
     dim: isize,
     tensor: &Tensor,
 ) -> Result<usize, SpecFault> {
-    normalize(dim, tensor.rank()).ok_or_else(|| SpecFault::DimOutOfRange {
-        side,
-        index,
-        dim,
-        shape: tensor.dims().to_vec(),
-    })
+    normalize(dim, tensor.rank())
+        .ok_or_else(|| SpecFault::out_of_range(side, index, dim, tensor.dims()))
 }
 
 /// The faults in the specs of one call, which are reported together.
 #[derive(Debug, Default)]
-pub(crate) struct FaultList(Vec<SpecFault>);
+pub(crate) struct FaultList(Vec<String>);
 
 impl FaultList {
     pub(crate) fn add(&mut self, fault: SpecFault) {
-        self.0.push(fault);
+        self.0.push(fault.0);
     }
 
     /// Returns the value, or records its fault and returns `None`.

@@ -1,6 +1,6 @@
 //! Specs as data.
 
-use pmap_mesh::{P, SpecFault};
+use pmap_mesh::P;
 
 use crate::differential::{
     grid::{Axes, Grid},
@@ -114,18 +114,22 @@ pub(crate) enum SpecFaultKind {
 }
 
 impl SpecFaultKind {
-    /// Converts a fault of the crate, and returns it with the index of the argument or result.
-    pub(crate) fn from_crate(fault: &SpecFault) -> Option<(usize, Self)> {
-        Some(match *fault {
-            SpecFault::Axes { index, .. } => (index, Self::Axes),
-            SpecFault::DuplicateAxis { index, .. } => (index, Self::DuplicateAxis),
-            SpecFault::ReducedInput { index } => (index, Self::ReducedInput),
-            SpecFault::DimOutOfRange { index, .. } => (index, Self::DimOutOfRange),
-            SpecFault::NotDivisible { index, .. } => (index, Self::NotDivisible),
-            SpecFault::CutAfterUneven { index, .. } => (index, Self::CutAfterUneven),
-            SpecFault::MeanOfIntegers { index, .. } => (index, Self::MeanOfIntegers),
-            _ => return None,
-        })
+    /// Reads the message of a fault; returns the index of the argument or result, and its kind.
+    pub(crate) fn from_message(fault: &str) -> Option<(usize, Self)> {
+        let kinds = [
+            ("the mesh has no axis", Self::Axes),
+            ("is named twice", Self::DuplicateAxis),
+            ("can be sharded or replicated", Self::ReducedInput),
+            ("is out of range for", Self::DimOutOfRange),
+            ("does not split evenly", Self::NotDivisible),
+            ("is too small for", Self::NotDivisible),
+            ("is cut a second time", Self::CutAfterUneven),
+            ("has no mean", Self::MeanOfIntegers),
+        ];
+        let kind = kinds.into_iter().find(|(text, _)| fault.contains(text))?.1;
+        let (_, named) = fault.split_once("put ")?;
+        let digits = named.split(|c: char| !c.is_ascii_digit()).next()?;
+        Some((digits.parse().ok()?, kind))
     }
 }
 

@@ -125,13 +125,10 @@ fn arguments(program: &Program) -> Vec<Tensor> {
 }
 
 /// Returns the first fault of each argument or result.
-fn firsts(
-    faults: &[pmap_mesh::SpecFault],
-) -> std::result::Result<Vec<(usize, SpecFaultKind)>, String> {
+fn firsts(faults: &[String]) -> std::result::Result<Vec<(usize, SpecFaultKind)>, String> {
     let mut firsts = BTreeMap::new();
     for fault in faults {
-        let (index, fault) =
-            SpecFaultKind::from_crate(fault).ok_or_else(|| format!("{fault:?}"))?;
+        let (index, fault) = SpecFaultKind::from_message(fault).ok_or_else(|| fault.clone())?;
         firsts.entry(index).or_insert(fault);
     }
     Ok(firsts.into_iter().collect())

@@ -1,7 +1,5 @@
 //! Messages between the members of a group during a collective.
 
-use std::sync::Arc;
-
 use ferrompi::{Communicator, Request};
 
 use super::{
@@ -174,9 +172,11 @@ impl MpiInner {
         // Exit only if the same slot is missing in two pauses: a message that its process sent
         // before it left may have arrived after the last poll.
         if backoff.absent.replace(slot) == Some(slot) {
-            let (waiting, call) = (ctx.slot(), Arc::clone(&ctx.call));
-            let left = CollectiveError::Left { slot, waiting, call };
-            exit_all(&self.session.world, &left.to_string());
+            let (waiting, call) = (ctx.slot(), &ctx.call);
+            let reason = format!(
+                "the process of replica {slot} has left while replica {waiting} waits for it in {call}"
+            );
+            exit_all(&self.session.world, &reason);
         }
     }
 
@@ -188,7 +188,7 @@ impl MpiInner {
 
     /// Ends all processes because members missed the deadline.
     fn exit_late(&self, ctx: &GroupContext, missing: Vec<usize>) -> ! {
-        let call = Arc::clone(&ctx.call);
+        let call = ctx.call.to_string();
         let limit = self.deadline;
         let late = CollectiveError::Deadline { slot: ctx.slot(), missing, call, limit };
         exit_all(&self.session.world, &late.to_string())

@@ -160,7 +160,7 @@ pub(super) fn deadline_error(ctx: &GroupContext, limit: Duration) -> CollectiveE
     CollectiveError::Deadline {
         slot: ctx.slot(),
         missing: Vec::new(),
-        call: Arc::clone(&ctx.call),
+        call: ctx.call.to_string(),
         limit,
     }
 }

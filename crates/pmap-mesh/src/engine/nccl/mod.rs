@@ -222,11 +222,13 @@ impl NcclInner {
 
     fn check_sendable(&self, ctx: &GroupContext, x: &Tensor) -> Result<()> {
         if !x.device().same_device(&self.device) {
-            return Err(candle_core::Error::wrap(CollectiveError::DeviceMismatch {
-                call: Arc::clone(&ctx.call),
-                found: x.device().location(),
-                expected: self.device.location(),
-            }));
+            // Both may have the same index, since candle distinguishes two handles of one device.
+            bail!(
+                "the tensor of {} is on {:?}, but NCCL needs it on the device of its replica, {:?}",
+                ctx.call,
+                x.device().location(),
+                self.device.location()
+            );
         }
         if !is_supported(x.dtype()) {
             bail!(

@@ -277,7 +277,7 @@ impl Rendezvous {
             && !in_time
             && state.failures.is_empty()
         {
-            let call = Arc::clone(&ctx.call);
+            let call = ctx.call.to_string();
             let missing = state.missing_members(exchange);
             let late = CollectiveError::Deadline { slot, missing, call, limit };
             self.record_failure(&mut state, slot, late.into());
@@ -324,6 +324,7 @@ impl Rendezvous {
             return;
         }
         if let Some((waiting, call)) = state.open.values().find_map(|open| open.waiting_for(slot)) {
+            let call = call.to_string();
             let error = CollectiveError::PeerReturned { slot, waiting, call };
             self.record_failure(&mut state, slot, error.into());
         } else {
@@ -396,7 +397,7 @@ impl RendezvousState {
     /// Returns the reason why a replica cannot take part in a collective, if any.
     fn call_error(&self, ctx: &GroupContext, key: CollectiveKey) -> Option<CollectiveError> {
         let slot = ctx.slot();
-        let call = || Arc::clone(&ctx.call);
+        let call = || ctx.call.to_string();
         if let Some(error) = self.busy_error(ctx) {
             return Some(error);
         }
@@ -425,7 +426,7 @@ impl RendezvousState {
         }
         let waiting: Vec<_> = (self.replicas.iter().enumerate())
             .filter_map(|(slot, replica)| {
-                Some((slot, Arc::clone(&replica.waits_for.as_ref()?.call)))
+                Some((slot, replica.waits_for.as_ref()?.call.to_string()))
             })
             .collect();
         // If no replica waits, all have returned.
