@@ -111,14 +111,14 @@ fn check_single_thread() -> Result<(), MeshError> {
     }
     match num_threads::num_threads().map(usize::from) {
         Some(1) => Ok(()),
-        Some(threads) => Err(threads_error(format!(
+        Some(threads) => Err(threads_error(&format!(
             "while the process has {threads} threads: call `init_threads` in the first line of `main`, or"
         ))),
-        None => Err(threads_error("safely on this system:".into())),
+        None => Err(threads_error("safely on this system:")),
     }
 }
 
-fn threads_error(reason: String) -> MeshError {
+fn threads_error(reason: &str) -> MeshError {
     let [rayon, candle] = THREAD_VARIABLES;
     MeshError::Threads { reason: format!("{reason} set {rayon} and {candle}") }
 }

@@ -348,7 +348,9 @@ impl Workers {
             queues.iter_mut().filter_map(|queue| queue.take(&submitted.countdown)).collect();
         // Release the locks before dropping the job's data.
         drop(queues);
-        tasks.into_iter().for_each(|task| task.release().count_down());
+        for task in tasks {
+            task.release().count_down();
+        }
         true
     }
 

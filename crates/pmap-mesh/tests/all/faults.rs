@@ -97,45 +97,6 @@ fn source_of(call: &str) -> &'static str {
 }
 
 #[test]
-fn early_return_is_reported_to_waiting_replicas() {
-    let row = DeviceMesh::cpu(3).unwrap();
-    let grid = grid();
-    for _ in 0..ROUNDS {
-        let error = failure(&row, |ctx| {
-            if ctx.slot() == 1 { Ok(()) } else { ctx.psum(&ones(2)?, ALL).map(drop) }
-        });
-        assert!(
-            matches!(
-                error,
-                Error::Collective(CollectiveError::PeerReturned { slot: 1, waiting: 0 | 2, .. })
-            ),
-            "{error}"
-        );
-        let error = failure(&grid, |ctx| {
-            if ctx.slot() == 3 { Ok(()) } else { ctx.psum(&ones(2)?, "a").map(drop) }
-        });
-        assert!(
-            matches!(
-                error,
-                Error::Collective(CollectiveError::PeerReturned { slot: 3, waiting: 1, .. })
-            ),
-            "{error}"
-        );
-        let error = failure(&row, |ctx| {
-            let calls = if ctx.slot() == 2 { 2 } else { 3 };
-            (0..calls).try_for_each(|_| ctx.psum(&ones(20_000)?, ALL).map(drop))
-        });
-        assert!(
-            matches!(
-                error,
-                Error::Collective(CollectiveError::PeerReturned { slot: 2, waiting: 0 | 1, .. })
-            ),
-            "{error}"
-        );
-    }
-}
-
-#[test]
 fn groups_may_differ_in_call_counts() {
     let (mesh, rounds) = (grid(), 0..ROUNDS);
     with_time_limit(move || {
@@ -179,20 +140,6 @@ fn error_is_reported_and_peers_return() {
                 "{echoes:?}"
             );
         }
-    }
-}
-
-#[test]
-fn panic_is_reported_and_peers_return() {
-    let mesh = DeviceMesh::cpu(3).unwrap();
-    for failing in 0..3 {
-        let error = failure(&mesh, move |ctx| {
-            assert_ne!(ctx.slot(), failing, "out of order");
-            ctx.psum(&ones(2)?, ALL).map(drop)
-        });
-        assert!(
-            matches!(&error, Error::Replica(ReplicaError::Panicked { slot, message, .. }) if *slot == failing && message.contains("out of order"))
-        );
     }
 }
 
@@ -336,46 +283,6 @@ fn crossed_waits_are_a_deadlock() {
 }
 
 #[test]
-fn nested_group_waits_are_a_deadlock() {
-    let mesh = grid();
-    for _ in 0..ROUNDS {
-        let error = failure(&mesh, |ctx| match ctx.slot() {
-            0 => ctx.psum(&ones(2)?, "b").map(drop),
-            _ => ctx.psum(&ones(2)?, ALL).map(drop),
-        });
-        assert!(
-            matches!(&error, Error::Collective(CollectiveError::Deadlock { waiting }) if waiting.len() == 4),
-            "{error}"
-        );
-    }
-}
-
-#[test]
-fn deadline_ends_wait_for_busy_replica() {
-    let deadline = Duration::from_millis(20);
-    let mesh = DeviceMesh::builder().axis("a", 2).deadline(deadline).cpu().unwrap();
-    let (release, released) = mpsc::channel();
-    let released = Mutex::new(released);
-    let error = with_time_limit(move || {
-        let call = mesh.pmap(move |ctx, _: Tensor| match ctx.slot() {
-            0 => {
-                let sum = ctx.psum(&ones(2)?, ALL);
-                release.send(()).map_err(candle_core::Error::wrap)?;
-                sum.map(drop)
-            }
-            _ => released.lock().unwrap().recv().map_err(candle_core::Error::wrap),
-        });
-        let error = call.call(inputs(2)).unwrap_err();
-        // The state of the mesh afterwards is the subject of `deadlines`.
-        error
-    });
-    assert!(
-        matches!(&error, Error::Collective(CollectiveError::Deadline { slot: 0, missing, call, limit }) if *limit == deadline && missing[..] == [1] && source_of(&call.to_string()).starts_with("psum")),
-        "{error}"
-    );
-}
-
-#[test]
 fn overflowing_deadline_is_none() {
     let mesh = DeviceMesh::builder().axis("a", 2).deadline(Duration::MAX).cpu().unwrap();
     with_time_limit(move || assert_works(&mesh));
@@ -495,16 +402,16 @@ fn thread_outliving_its_replica_gets_error() {
 #[test]
 fn set_during_a_sum_does_not_deadlock() {
     for len in [2, 20_000] {
-        with_concurrent_sets(4, len, 200, |ctx, var| ctx.psum(var, ALL));
-        with_concurrent_sets(4, len, 200, |ctx, var| ctx.all_gather(var, 0, ALL));
+        with_concurrent_sets(3, len, 40, |ctx, var| ctx.psum(var, ALL));
+        with_concurrent_sets(3, len, 40, |ctx, var| ctx.all_gather(var, 0, ALL));
     }
 }
 
 #[test]
 fn set_on_private_var_does_not_deadlock() {
     // No replica waits for another one, so only the variable's lock limits how often it is taken.
-    with_concurrent_sets(4, 2, 20_000, |ctx, var| ctx.pvary(var, ALL));
-    with_concurrent_sets(4, 2, 20_000, |ctx, var| ctx.psum(var, []));
+    with_concurrent_sets(3, 2, 5_000, |ctx, var| ctx.pvary(var, ALL));
+    with_concurrent_sets(3, 2, 5_000, |ctx, var| ctx.psum(var, []));
 }
 
 /// Runs replicas that use and set one variable `times` times, while another thread sets it too.
@@ -615,20 +522,19 @@ fn concurrent_failures_do_not_mix() {
 
 #[test]
 fn more_replicas_than_cores_make_progress() {
-    for slots in [8_u32, 16] {
-        with_time_limit(move || {
-            let mesh = DeviceMesh::cpu(slots as usize).unwrap();
-            let many = mesh.pmap(move |ctx, _: Tensor| {
-                let index = Tensor::new(ctx.slot() as f64, ctx.device())?;
-                for round in 0..500 {
-                    let sum: f64 = ctx.psum(&(&index * f64::from(round))?, ALL)?.to_scalar()?;
-                    assert_eq!(sum.to_bits(), f64::from(slots * (slots - 1) / 2 * round).to_bits());
-                }
-                Ok(())
-            });
-            many.call(inputs(slots as usize)).unwrap();
+    const SLOTS: u32 = 16;
+    with_time_limit(|| {
+        let mesh = DeviceMesh::cpu(SLOTS as usize).unwrap();
+        let many = mesh.pmap(|ctx, _: Tensor| {
+            let index = Tensor::new(ctx.slot() as f64, ctx.device())?;
+            for round in 0..300 {
+                let sum: f64 = ctx.psum(&(&index * f64::from(round))?, ALL)?.to_scalar()?;
+                assert_eq!(sum.to_bits(), f64::from(SLOTS * (SLOTS - 1) / 2 * round).to_bits());
+            }
+            Ok(())
         });
-    }
+        many.call(inputs(SLOTS as usize)).unwrap();
+    });
 }
 
 /// Returns the error of a call that must fail, and checks that the mesh works afterwards.

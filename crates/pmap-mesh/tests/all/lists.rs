@@ -22,25 +22,6 @@ fn everywhere(
     mesh.pmap(move |ctx, _: Tensor| f(ctx)).in_axes(None).call(nothing())
 }
 
-/// Grids for groups along one axis, along both, and along each of two.
-const GRIDS: [&[(&str, usize)]; 4] = [&[("a", 1)], &[("a", 2)], &[("a", 5)], &[("a", 2), ("b", 3)]];
-
-fn sets(axes: &[(&'static str, usize)]) -> Vec<MeshAxes> {
-    axes.iter().map(|(name, _)| (*name).into()).chain([ALL]).collect()
-}
-
-#[test]
-fn runs_match_the_model() {
-    for axes in GRIDS {
-        for set in sets(axes) {
-            for (seed, dtype) in (0..).zip(REDUCIBLE) {
-                let set = set.clone();
-                everywhere(axes, move |ctx| lists::check(ctx, &set, dtype, seed)).unwrap();
-            }
-        }
-    }
-}
-
 #[test]
 fn f8_runs_are_gathered() {
     everywhere(&[("a", 3)], |ctx| {

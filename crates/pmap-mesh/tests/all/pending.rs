@@ -40,31 +40,6 @@ fn failure(slots: usize, f: impl Fn(&Replica) -> Result<()> + Send + Sync + 'sta
 }
 
 #[test]
-fn handles_may_be_awaited_in_any_order() {
-    let mesh = DeviceMesh::builder().axis("a", 3).pin(false).cpu().unwrap();
-    for _ in 0..50 {
-        run(&mesh, |ctx| {
-            let mut pending = Vec::new();
-            for factor in 1..6 {
-                let x = if factor % 2 == 0 { large() } else { small() };
-                pending.push((factor, ctx.start_psum(&(x * f64::from(factor))?, ALL)?));
-            }
-            pending.rotate_left(ctx.slot());
-            if ctx.slot() == 2 {
-                pending.reverse();
-            }
-            for (factor, sum) in pending {
-                let sum = sum.wait()?;
-                let expected = (sum.ones_like()? * f64::from(3 * factor))?;
-                assert_eq!(sum.to_vec1::<f32>()?, expected.to_vec1::<f32>()?);
-            }
-            Ok(())
-        })
-        .unwrap();
-    }
-}
-
-#[test]
 fn gradient_crosses_a_pending_sum() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     run(&mesh, |ctx| {

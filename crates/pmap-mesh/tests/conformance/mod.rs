@@ -142,11 +142,8 @@ fn barrier_of_rank_0(
 }
 
 fn grids(ranks: usize) -> Vec<Vec<(&'static str, usize)>> {
-    let mut grids = vec![vec![("a", ranks)], vec![("a", 1), ("b", ranks)]];
-    if ranks == 4 {
-        grids.push(vec![("a", 2), ("b", 2)]);
-    }
-    grids
+    let second = if ranks == 4 { vec![("a", 2), ("b", 2)] } else { vec![("a", 1), ("b", ranks)] };
+    vec![vec![("a", ranks)], second]
 }
 
 /// Runs `f` over both engines, and compares the results of this rank's slot.
@@ -182,9 +179,8 @@ fn collectives(engine: &impl Engine, axes: &[(&'static str, usize)]) {
     let fewest = usize::from(!engine.device().is_cpu());
     let sets: [MeshAxes; 3] = [ALL, "a".into(), "b".into()];
     for set in sets.into_iter().take(1 + axes.len()) {
-        for dtype in
-            [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64]
-        {
+        // Engines send bytes; random programs have the other dtypes.
+        for dtype in [DType::F32, DType::BF16, DType::U8] {
             let axes = set.clone();
             compare(&tested, &threads, move |ctx| sums(ctx, &axes, dtype, fewest));
             let axes = set.clone();
@@ -207,7 +203,8 @@ fn collectives(engine: &impl Engine, axes: &[(&'static str, usize)]) {
 /// Sums tensors of sizes around the limits of inline messages and of parts.
 fn sums(ctx: &Replica, set: &MeshAxes, dtype: DType, fewest: usize) -> Result<Vec<Tensor>> {
     let mut all = Vec::new();
-    for count in [fewest, 1, 3, 895, 897, 4096, 4099, 16_384, 70_001, 300_011] {
+    let largest = if dtype == DType::F32 { 300_011 } else { 70_001 };
+    for count in [fewest, 1, 895, 897, 4096, 4099, largest] {
         let x = input(ctx, &[count], dtype)?;
         all.extend([ctx.psum(&x, set)?, ctx.pmax(&x, set)?, ctx.pmin(&x, set)?]);
         if dtype.is_float() {
@@ -229,7 +226,7 @@ fn moves(ctx: &Replica, set: &MeshAxes, dtype: DType, fewest: usize) -> Result<V
     let (size, position) = (ctx.axis_size(set)?, ctx.axis_index(set)?);
     let turn: Vec<_> = (0..size).map(|n| (n, (n + 1) % size)).collect();
     let mut all = Vec::new();
-    for rows in [fewest, 1, 5, 301] {
+    for rows in [fewest, 5, 301] {
         let x = input(ctx, &[rows, size * 3, 8], dtype)?;
         // A different number of rows on each slot, once contiguous and once as a strided view.
         let uneven = input(ctx, &[fewest + rows * 10 * position, 8], dtype)?;

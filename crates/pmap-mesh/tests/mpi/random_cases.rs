@@ -15,7 +15,7 @@ use crate::differential::{
 };
 
 /// The default number of cases: more processes than cores are slow.
-const USUAL: u64 = 100;
+const USUAL: u64 = 40;
 
 pub(crate) fn programs(ranks: usize) {
     let programs: SeededCases<Program> =

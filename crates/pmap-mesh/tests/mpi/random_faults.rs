@@ -15,7 +15,7 @@ use crate::{
 
 /// The number of fault seeds. About half of them need only a few processes. Each fault ends its
 /// processes, and starting them takes half a second.
-const USUAL_FAULTS: u64 = 24;
+const USUAL_FAULTS: u64 = 12;
 /// The prefix of a fault's case name, before its seed.
 const FAULT: &str = "fault ";
 /// The largest number of processes: more would only keep a small machine busy with starting them.
