@@ -25,7 +25,7 @@ fn call_times_out_in_a_collective() {
     let error = stuck_call(&mesh, &gate, |ctx| ctx.barrier(ALL));
     assert!(
         matches!(&error, Error::Collective(CollectiveError::Deadline { slot: 0, missing, call, limit })
-            if missing[..] == [1] && call.to_string().starts_with("barrier") && *limit == DEADLINE),
+            if missing[..] == [1] && call.starts_with("barrier") && *limit == DEADLINE),
         "{error}"
     );
     gate.open();

@@ -4,12 +4,10 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use pmap_mesh::{
-    ALL, DeviceMesh, Error, MeshAxes, Replica, ReplicaError,
+    ALL, DeviceMesh, Error, Replica, ReplicaError,
     support::{Run, RunLayout, Tally},
 };
 use process_tests::{assert_same, lists, nothing};
-
-use crate::differential::bits::REDUCIBLE;
 
 /// Runs `f` on every slot of a grid.
 fn everywhere(

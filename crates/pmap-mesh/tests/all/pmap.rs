@@ -2,18 +2,13 @@
 
 #![allow(clippy::float_cmp, reason = "small whole numbers are exact")]
 
-use std::{
-    sync::{Mutex, mpsc},
-    time::Duration,
-};
+use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use core_types::Seed;
 use pmap_mesh::{
     ALL, DeviceMesh, Error, MeshError, P, Replica, ReplicaError, TensorTree, Uneven, ValueError,
 };
-
-use crate::differential::bits::REDUCIBLE;
 
 /// Returns 0, 1, 2, … in this shape.
 fn iota(shape: (usize, usize)) -> Tensor {
