@@ -5,6 +5,7 @@
 
 mod imports;
 mod size;
+mod sought;
 mod surface;
 mod text;
 
@@ -90,7 +91,7 @@ fn check_package(package: &Package, users: &[(&String, NameUses)]) -> Vec<Violat
         if is_library {
             let users = users.iter().filter(|(path, _)| is_user(path, &folder));
             let users: Vec<_> = users.map(|(_, uses)| uses).collect();
-            violations.extend(surface::unused(&tree, &users));
+            violations.extend(sought::check(&folder, surface::unused(&tree, &users)));
         }
     }
     let sources: Vec<_> = sources.iter().filter_map(|path| read(path)).collect();
@@ -124,14 +125,12 @@ fn is_rust(path: &str) -> bool {
     Path::new(path).extension().is_some_and(|end| end == "rs")
 }
 
-/// Returns true if a file is a user of the library in `folder`: a file of another package, an example,
-/// a program or a page.
+/// Returns true if a file is a user of the library in `folder`: a file or page of another package, an
+/// example, a program or a page of the guide. The README of the library shows its own names.
 fn is_user(path: &str, folder: &str) -> bool {
-    let page = path.starts_with("docs/") || path.contains("/docs/") || path.ends_with("README.md");
     match path.strip_prefix(folder).and_then(|rest| rest.strip_prefix('/')) {
-        _ if !is_rust(path) => page,
         Some(rest) => rest.starts_with("examples/") || rest.starts_with("src/bin/"),
-        None => true,
+        None => is_rust(path) || path.starts_with("docs/") || path.ends_with("README.md"),
     }
 }
 
@@ -180,7 +179,9 @@ mod tests {
             ("crates/a/tests/all/main.rs", false),
             ("crates/a/examples/x.rs", true),
             ("crates/a/src/bin/x.rs", true),
-            ("crates/a/README.md", true),
+            ("crates/a/README.md", false),
+            ("crates/b/README.md", true),
+            ("README.md", true),
             ("docs/memory.md", true),
             ("CHANGELOG.md", false),
         ] {

@@ -1,4 +1,5 @@
-//! The rule that each public name has a user: another crate, a program, an example or a page.
+//! The rule that each public name has a user: another crate, a program, an example or a page other
+//! than the README of its crate. A type in a public signature needs no other user.
 //!
 //! A name on a page of the reference is a promise; without a user it promises nothing.
 
@@ -25,32 +26,52 @@ pub(super) struct NameUses {
 /// Items and modules, each with its public names.
 type Items = BTreeMap<ImportTarget, BTreeSet<String>>;
 
+/// A public name that no user names.
+pub(super) struct UnusedName {
+    /// The name; of a method, with its type and `::` before.
+    pub(super) name: String,
+    pub(super) file: String,
+    pub(super) line: usize,
+}
+
+impl UnusedName {
+    /// Returns true if it is `name`, or a method of the type `name`.
+    pub(super) fn belongs_to(&self, name: &str) -> bool {
+        let rest = self.name.strip_prefix(name);
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
+    }
+
+    pub(super) fn into_violation(self) -> Violation {
+        let rule = format!("no other crate, program, example or page uses `{}`", self.name);
+        Violation::new(&self.file, self.line, rule)
+    }
+}
+
 /// Returns the public names of a crate that none of the `users` uses.
-pub(super) fn unused(tree: &ModuleTree, users: &[&NameUses]) -> Vec<Violation> {
+pub(super) fn unused(tree: &ModuleTree, users: &[&NameUses]) -> Vec<UnusedName> {
     let items = public_items(tree);
-    let mut violations: Vec<_> = methods(tree, &items)
+    let unused = |name: String, file: &str, line| UnusedName { name, file: file.to_owned(), line };
+    let mut names: Vec<_> = methods(tree, &items)
         .filter(|method| !users.iter().any(|uses| uses.has_method(method)))
         .map(|method| {
-            violation(&method.file, method.line, &format!("{}::{}", method.owner, method.name))
+            unused(format!("{}::{}", method.owner, method.name), &method.file, method.line)
         })
         .collect();
-    for (target, names) in &items {
-        if !users.iter().any(|uses| !uses.names.is_disjoint(names)) {
+    for (target, aliases) in &items {
+        if tree.signatures.is_disjoint(aliases)
+            && !users.iter().any(|uses| !uses.names.is_disjoint(aliases))
+        {
             let (file, line) = place(tree, target);
-            violations.extend(names.first().map(|name| violation(file, line, name)));
+            names.extend(aliases.first().map(|name| unused(name.clone(), file, line)));
         }
     }
-    violations
+    names
 }
 
 /// Returns the methods of public types.
 fn methods<'a>(tree: &'a ModuleTree, items: &'a Items) -> impl Iterator<Item = &'a MethodUse> {
     let types: BTreeSet<_> = items.keys().filter_map(ImportTarget::item).collect();
     tree.methods.iter().filter(move |method| types.contains(method.owner.as_str()))
-}
-
-fn violation(file: &str, line: usize, name: &str) -> Violation {
-    Violation::new(file, line, format!("no crate, program, example or page uses `{name}`"))
 }
 
 /// Returns the items and modules that a chain of public modules and imports reaches from the root,
@@ -207,11 +228,8 @@ mod tests {
         let files = BTreeMap::from(CRATE);
         let read = |path: &str| files.get(path).map(ToString::to_string);
         let tree = ModuleTree::read("src/lib.rs", &read).unwrap();
-        let violations = unused(&tree, &[&NameUses::add_code(code), &NameUses::add_page(page)]);
-        violations
-            .into_iter()
-            .map(|violation| violation.rule.split('`').nth(1).unwrap().to_owned())
-            .collect()
+        let unused = unused(&tree, &[&NameUses::add_code(code), &NameUses::add_page(page)]);
+        unused.into_iter().map(|one| one.name).collect()
     }
 
     #[test]

@@ -8,6 +8,7 @@
 mod circle;
 mod modules;
 mod resolve;
+mod signature;
 
 pub(super) use crate::tidy::imports::{
     modules::{MethodUse, ModuleTree, NameMeaning},

@@ -1,7 +1,7 @@
 //! The modules of a crate as its files declare them: the meaning of their names, and the paths that
 //! they mention.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use proc_macro2::Span;
 use syn::{
@@ -10,13 +10,15 @@ use syn::{
     visit::{self, Visit},
 };
 
-use crate::tidy::Violation;
+use crate::tidy::{Violation, imports::signature};
 
 /// All modules of a crate except its tests, with the root first.
 pub(in crate::tidy) struct ModuleTree {
     pub(in crate::tidy) modules: Vec<ModuleFacts>,
     /// The public methods and associated constants of its types.
     pub(in crate::tidy) methods: Vec<MethodUse>,
+    /// The names of types in its public signatures.
+    pub(in crate::tidy) signatures: BTreeSet<String>,
 }
 
 #[derive(Default)]
@@ -78,7 +80,8 @@ impl ModuleTree {
     ) -> Result<Self, Violation> {
         let folder = root.rsplit_once('/').map_or("", |(folder, _)| folder).to_owned();
         let module = ModuleFacts { file: root.to_owned(), ..ModuleFacts::default() };
-        let mut tree = Self { modules: vec![module], methods: Vec::new() };
+        let mut tree =
+            Self { modules: vec![module], methods: Vec::new(), signatures: BTreeSet::new() };
         // Files that are declared and not yet read: the module, and the folder of those below it.
         let mut waiting = vec![(0, folder)];
         while let Some((id, folder)) = waiting.pop() {
@@ -132,6 +135,7 @@ impl ModuleReader<'_> {
             if let Some((ident, visibility, attributes)) = defined(item) {
                 self.name(ident, is_public(visibility, attributes), NameMeaning::Item);
             }
+            self.tree.signatures.extend(signature::names(item));
             self.visit_item(item);
         }
     }
