@@ -5,6 +5,7 @@
 
 use std::hint::black_box;
 
+use benches::n_items;
 use candle_distributed::{
     batch::{
         BatchConfig, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig,
@@ -27,6 +28,7 @@ fn drain(sampler: &DynamicBatchSampler<&[u32]>) -> PaddingReport {
 }
 
 fn strategies(criterion: &mut Criterion) {
+    let n = n_items(N);
     let bucket = DynamicBatchStrategy::Bucket(Buckets::Width(Buckets::DEFAULT_WIDTH));
     let config = |strategy| BatchConfig::default().with_strategy(strategy);
     let with_budget = |strategy| config(strategy).with_max_tokens(16_384);
@@ -47,18 +49,18 @@ fn strategies(criterion: &mut Criterion) {
             with_budget(DynamicBatchStrategy::Sorted { window: Some(128), cut: Cut::Optimal }),
         ),
     ];
-    for (data, lengths) in [("web_1M", lengths::WEB.draw(N)), ("squad_1M", lengths::SQUAD.draw(N))]
+    for (data, lengths) in [("web_1M", lengths::WEB.draw(n)), ("squad_1M", lengths::SQUAD.draw(n))]
     {
         for (operation, config) in &cases {
             let Ok(sampler) = DynamicBatchSampler::new(lengths.as_slice(), config.clone()) else {
                 panic!("invalid configuration: {config:?}");
             };
             let mut group = criterion.benchmark_group(format!("batch/{operation}"));
-            group.throughput(Throughput::Elements(N)).sample_size(20);
+            group.throughput(Throughput::Elements(n)).sample_size(20);
             group.bench_function(data, |bencher| {
                 bencher.iter(|| {
                     let report = drain(&sampler);
-                    assert_eq!(report.sequences + report.dropped, N);
+                    assert_eq!(report.sequences + report.dropped, n);
                     report
                 });
             });
@@ -87,6 +89,7 @@ fn plans(criterion: &mut Criterion) {
             ("pack_best_fit", DynamicBatchStrategy::Pack(Packing::BestFit), row_length),
             ("pack_minimum_slack", DynamicBatchStrategy::Pack(Packing::MinimumSlack), row_length),
         ];
+        let n = n_items(n);
         let lengths = recipe.draw(n);
         let mut group = criterion.benchmark_group("batch/plan");
         group.throughput(Throughput::Elements(n)).sample_size(10);
@@ -123,7 +126,8 @@ fn plans(criterion: &mut Criterion) {
 
 /// Times the plan of one rank of 8, for a new epoch and for a saved state.
 fn steps(criterion: &mut Criterion) {
-    let lengths = lengths::WEB.draw(N);
+    let n = n_items(N);
+    let lengths = lengths::WEB.draw(n);
     let strategy = DynamicBatchStrategy::Sorted { window: None, cut: Cut::Optimal };
     let config = BatchConfig::default().with_strategy(strategy).with_max_tokens(16_384);
     let placement = Placement::new(3, 8);
@@ -136,19 +140,19 @@ fn steps(criterion: &mut Criterion) {
     let Ok(sampler) = DistributedBatchSampler::new(batches, placement, config) else {
         panic!("cannot build the sampler")
     };
-    let Ok(mut steps) = sampler.epoch(Epoch::ZERO, 0..N) else { panic!("cannot plan the epoch") };
+    let Ok(mut steps) = sampler.epoch(Epoch::ZERO, 0..n) else { panic!("cannot plan the epoch") };
     let half = steps.len() / 2;
     assert!(steps.nth(half - 1).is_some());
     let state = steps.state();
 
     let mut group = criterion.benchmark_group("batch/steps");
-    group.throughput(Throughput::Elements(N)).sample_size(10);
+    group.throughput(Throughput::Elements(n)).sample_size(10);
     group.bench_function("first_plan/web_1M", |bencher| {
-        bencher.iter(|| sampler.epoch(Epoch::ZERO, 0..N).map_or(0, |steps| steps.len()));
+        bencher.iter(|| sampler.epoch(Epoch::ZERO, 0..n).map_or(0, |steps| steps.len()));
     });
     group.bench_function("cold_resume/web_1M", |bencher| {
         bencher.iter(|| {
-            assert_eq!(sampler.resume(&state, 0..N).map_or(0, |steps| steps.len()), steps.len());
+            assert_eq!(sampler.resume(&state, 0..n).map_or(0, |steps| steps.len()), steps.len());
         });
     });
     group.finish();

@@ -21,6 +21,7 @@ use std::{
     time::Instant,
 };
 
+use benches::is_test;
 use candle_core::Tensor;
 use candle_distributed::{
     mesh::{DeviceMesh, keep_freed_memory},
@@ -34,16 +35,14 @@ const N_TENSORS: usize = 50;
 
 fn main() -> Result<()> {
     keep_freed_memory();
-    let is_test = env::args().any(|arg| arg == "--test");
     let args: Vec<String> = env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
     let parent = args.first().map_or_else(env::temp_dir, PathBuf::from);
     let rounds = match args.get(1) {
         Some(rounds) => rounds.parse()?,
-        None if is_test => 1,
+        None if is_test() => 1,
         None => 11,
     };
-    // `cargo test --benches` passes `--test`: small tensors are enough.
-    let rows = if is_test { 2 } else { 2000 };
+    let rows = if is_test() { 2 } else { 2000 };
     let folder = parent.join(format!("checkpoint-bench-{}", process::id()));
     fs::create_dir_all(&folder)?;
     let result = measure(&folder, rows, rounds);

@@ -1,8 +1,8 @@
-//! What the benches of training steps share: a mesh, and the line that each prints.
+//! What benches share: their length in tests, and for training steps a mesh and a line of results.
 
 #![allow(clippy::print_stdout, reason = "the line is the result")]
 
-use std::{error, fs, num::NonZeroU64, time::Instant};
+use std::{env, error, fs, num::NonZeroU64, time::Instant};
 
 #[cfg(feature = "mpi")]
 use candle_core::Device;
@@ -15,6 +15,18 @@ use candle_distributed::{
 
 /// A result of a bench.
 pub type Outcome<T> = Result<T, Box<dyn error::Error>>;
+
+/// Returns true unless `cargo bench` started this program. Tests run each bench once, on small inputs.
+#[must_use]
+pub fn is_test() -> bool {
+    !env::args().any(|arg| arg == "--bench")
+}
+
+/// Returns `n` items for a bench, a hundredth of them in a test.
+#[must_use]
+pub fn n_items(n: u64) -> u64 {
+    if is_test() { n / 100 } else { n }
+}
 
 /// Returns a mesh of `slots` virtual CPU devices, which share the cores. With a bandwidth, slots sleep
 /// as long as a network of that speed would take. With the feature `mpi`, a launcher starts one process

@@ -2,6 +2,7 @@
 
 use std::{hint::black_box, thread, time::Duration};
 
+use benches::n_items;
 use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
     mesh::{ALL, DeviceMesh, P, Replica},
@@ -58,14 +59,14 @@ fn matmul(c: &mut Criterion) -> Outcome {
 
 /// Times sums over two replicas: a hundred in one call, so that the call itself hardly counts.
 fn psum(c: &mut Criterion) -> Outcome {
-    const ROUNDS: u64 = 100;
+    let rounds = n_items(100);
     let mesh = DeviceMesh::cpu(2)?;
     let mut group = c.benchmark_group("mesh/psum_2");
     group.sample_size(10);
     for (name, bytes) in [("4KB", 4 << 10), ("1MB", 1 << 20), ("16MB", 16 << 20)] {
         let x = Tensor::ones((2, bytes / 4), DType::F32, &Device::Cpu)?;
-        let sums = mesh.pmap(|ctx, x: Tensor| {
-            for _ in 0..ROUNDS {
+        let sums = mesh.pmap(move |ctx, x: Tensor| {
+            for _ in 0..rounds {
                 ctx.psum(&x, ALL)?;
             }
             ctx.psum(&x, ALL)
@@ -76,7 +77,7 @@ fn psum(c: &mut Criterion) -> Outcome {
             (sums.run(x.clone())?.shards()[1].max_all()?.to_scalar::<f32>()? - 2.0).abs()
                 < f32::EPSILON
         );
-        group.throughput(Throughput::Elements(ROUNDS));
+        group.throughput(Throughput::Elements(rounds));
         group.bench_function(name, |b| b.iter(|| sums.run(x.clone())));
     }
     group.finish();
@@ -85,14 +86,14 @@ fn psum(c: &mut Criterion) -> Outcome {
 
 /// Times sums over two replicas that each keep one half: a hundred in one call.
 fn psum_scatter(c: &mut Criterion) -> Outcome {
-    const ROUNDS: u64 = 100;
+    let rounds = n_items(100);
     let mesh = DeviceMesh::cpu(2)?;
     let mut group = c.benchmark_group("mesh/psum_scatter_2");
-    group.throughput(Throughput::Elements(ROUNDS)).sample_size(20);
+    group.throughput(Throughput::Elements(rounds)).sample_size(20);
     for (name, bytes) in [("4KB", 4 << 10), ("1MB", 1 << 20)] {
         let x = Tensor::ones((2, bytes / size_of::<f32>()), DType::F32, &Device::Cpu)?;
-        let halves = mesh.pmap(|ctx, x: Tensor| {
-            for _ in 0..ROUNDS {
+        let halves = mesh.pmap(move |ctx, x: Tensor| {
+            for _ in 0..rounds {
                 black_box(ctx.psum_scatter(&x, 1, ALL)?);
             }
             ctx.psum_scatter(&x, 1, ALL)
@@ -111,18 +112,18 @@ fn psum_scatter(c: &mut Criterion) -> Outcome {
 /// The floor is two plain threads with the same memory traffic: each adds one half of two tensors
 /// and writes the sum.
 fn psum_beside_threads(c: &mut Criterion) -> Outcome {
-    const ROUNDS: u64 = 100;
     const LEN: usize = (1 << 20) / size_of::<f32>();
+    let rounds = n_items(100);
     let mesh = DeviceMesh::cpu(2)?;
     let x = mesh.shard(Tensor::ones((2, LEN), DType::F32, &Device::Cpu)?, P::shard(0, ALL))?;
-    let sums = mesh.pmap(|ctx, x: Tensor| {
-        for _ in 0..ROUNDS {
+    let sums = mesh.pmap(move |ctx, x: Tensor| {
+        for _ in 0..rounds {
             black_box(ctx.psum(&x, ALL)?);
         }
         Ok(())
     });
     let mut group = c.benchmark_group("mesh/psum_beside_threads");
-    group.throughput(Throughput::Elements(ROUNDS)).sample_size(20);
+    group.throughput(Throughput::Elements(rounds)).sample_size(20);
     group.bench_function("psum", |b| b.iter(|| sums.run(x.clone())));
     let mut summands = [vec![1_f32; LEN], vec![1_f32; LEN]];
     let mut sum = vec![0_f32; LEN];
@@ -134,7 +135,7 @@ fn psum_beside_threads(c: &mut Criterion) -> Outcome {
             let halves = left.chunks(LEN / 2).zip(right.chunks(LEN / 2));
             thread::scope(|scope| {
                 for ((left, right), sum) in halves.zip(sum.chunks_mut(LEN / 2)) {
-                    scope.spawn(move || (0..ROUNDS).for_each(|_| add(left, right, sum)));
+                    scope.spawn(move || (0..rounds).for_each(|_| add(left, right, sum)));
                 }
             });
         });

@@ -2,6 +2,7 @@
 
 #![allow(clippy::print_stdout, reason = "the tables are the result")]
 
+use benches::is_test;
 use integration_tests::{
     lengths,
     padding::{repeated_pair_share, tables},
@@ -11,8 +12,7 @@ use integration_tests::{
 const STREAM: u64 = 1_000_000;
 
 fn main() {
-    // `cargo test --benches` passes `--test`: a short run is enough.
-    let n = if std::env::args().any(|arg| arg == "--test") { 20_000 } else { STREAM };
+    let n = if is_test() { 20_000 } else { STREAM };
     for (name, table) in tables(n) {
         println!("{name}\n{table}\n");
     }

@@ -19,6 +19,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use benches::is_test;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_distributed::{
     data::prefetch,
@@ -36,7 +37,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     // Half of the cores for the one slot; on two cores, the other is free for batches.
     init_threads(2)?;
     let args: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
-    let n = args.first().map_or(Ok(100), |arg| arg.parse())?;
+    let n = args.first().map_or(Ok(if is_test() { 2 } else { 100 }), |arg| arg.parse())?;
     let mesh = DeviceMesh::cpu(1)?;
     let mut model = DataParallel::builder(&mesh, |vb| linear(HIDDEN, HIDDEN, vb))
         .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;
@@ -62,9 +63,10 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
 /// Returns the number of rounds that make a batch take half as long as a step.
 fn calibrate_rounds(model: &mut Model) -> Result<usize> {
     let ready = make_batch(0, 1)?;
-    let step = time(20, || train_step(model, ready.clone()))?;
+    let n = if is_test() { 2 } else { 20 };
+    let step = time(n, || train_step(model, ready.clone()))?;
     let rounds = 4;
-    let batch = time(20, || black_box(make_batch(0, rounds)).map(drop))?;
+    let batch = time(n, || black_box(make_batch(0, rounds)).map(drop))?;
     let wanted = rounds as f64 * step.as_secs_f64() / 2. / batch.as_secs_f64();
     Ok((wanted.round() as usize).max(1))
 }

@@ -9,6 +9,7 @@
 
 use std::hint::black_box;
 
+use benches::n_items;
 use candle_distributed::{
     sampler::{DistributedSampler, MixtureEnd, MixturePart, Order, Partition, SamplerConfig, Tail},
     types::{Epoch, Placement},
@@ -20,7 +21,8 @@ use criterion::{
 const WORLD: u64 = 8;
 
 fn len() -> u64 {
-    std::env::var("CANDLE_DISTRIBUTED_BENCH_LEN").map_or(1_000_000, |len| len.parse().unwrap())
+    std::env::var("CANDLE_DISTRIBUTED_BENCH_LEN")
+        .map_or(n_items(1_000_000), |len| len.parse().unwrap())
 }
 
 /// Returns the strided sampler of rank 3 of 8.
@@ -163,19 +165,19 @@ fn shards_and_parts(c: &mut Criterion) {
 
 /// Times one rank's share of ten million weighted draws over a million weights.
 fn weighted(c: &mut Criterion) {
-    const DRAWS: u64 = 10_000_000;
-    let weights: Vec<f64> = (0..1_000_000).map(|i| f64::from(i % 1000) + 0.5).collect();
+    let draws = n_items(10_000_000);
+    let weights: Vec<f64> = (0..draws / 10).map(|i| (i % 1000) as f64 + 0.5).collect();
     let make = || {
         DistributedSampler::weighted(
             &weights,
-            DRAWS,
+            draws,
             Placement::new(3, WORLD).unwrap(),
             SamplerConfig::default(),
         )
     };
-    let mut buffer = vec![0; (DRAWS / WORLD) as usize];
+    let mut buffer = vec![0; (draws / WORLD) as usize];
     let mut group = c.benchmark_group("sampler/weighted_10M_of_1M");
-    group.throughput(Throughput::Elements(DRAWS / WORLD)).sample_size(10);
+    group.throughput(Throughput::Elements(draws / WORLD)).sample_size(10);
     group.bench_function("new", |b| b.iter(|| make().unwrap()));
     let mut sampler = make().unwrap();
     let mut epoch = 0;

@@ -22,7 +22,7 @@
 
 use std::num::NonZeroU64;
 
-use benches::{Outcome, open_mesh, peak_mib, time_steps};
+use benches::{Outcome, is_test, open_mesh, peak_mib, time_steps};
 use candle_core::{D, Device, Result, Tensor};
 use candle_distributed::{
     mesh::{DeviceMesh, Replica, Uneven},
@@ -89,7 +89,7 @@ impl StepConfig {
             heads: number(4, 4),
             context: number(5, 128),
             rows: number(6, 32),
-            steps: number(7, 24),
+            steps: number(7, if is_test() { 4 } else { 24 }),
             prefetch: number(8, 0),
             bytes_per_second: number(9, 0),
         }

@@ -6,4 +6,3 @@ mod api;
 mod device;
 mod padding;
 mod pipeline;
-mod training;

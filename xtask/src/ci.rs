@@ -1,12 +1,15 @@
 //! `cargo xtask ci`: every check that a change must pass, the cheapest first.
 
-use std::{env, path::PathBuf};
+use std::{collections::BTreeSet, env, fs, path::PathBuf};
+
+use cargo_metadata::Package;
 
 use crate::{
-    cmd::{Call, Result},
+    cmd::{self, Call, Result},
     steps::{self, NamedStep, StepDone},
     tidy,
     tools::{self, Tool},
+    workspace,
 };
 
 /// Runs every check that a change must pass, and stops at the first that fails.
@@ -21,7 +24,10 @@ pub(crate) struct Args {
 }
 
 /// Features that need a device or a toolkit, which CI machines do not have.
-const DEVICE_FEATURES: &str = "cuda,metal,mpi,nccl";
+const DEVICE_FEATURES: [&str; 4] = ["cuda", "metal", "mpi", "nccl"];
+
+/// Features that another crate checks alone: the command line builds `finetune` with this one.
+const CHECKED_ELSEWHERE: [(&str, &str); 1] = [("finetune", "clap")];
 
 /// Pairs of a package and a dependency that it must not have with its default features. `deny.toml`
 /// lists allowed dependencies, but it ignores features and does not separate a library from its
@@ -35,9 +41,7 @@ const WITHOUT: [(&str, &str); 3] = [
 ];
 
 const NEXTEST: Tool = Tool::cargo_subcommand("cargo-nextest", "nextest --version");
-const HACK: Tool = Tool::cargo_subcommand("cargo-hack", "hack --version");
 const DENY: Tool = Tool::cargo_subcommand("cargo-deny", "deny --version");
-const INSTA: Tool = Tool::cargo_subcommand("cargo-insta", "insta --version");
 const TYPOS: Tool = Tool::program("typos");
 const LYCHEE: Tool = Tool::program("lychee");
 
@@ -45,6 +49,8 @@ enum CiStep {
     Tidy,
     Directions,
     Advisories,
+    EachFeature,
+    Snapshots,
     Calls(Vec<Call>),
     /// Calls that need a tool.
     With(Tool, Vec<Call>),
@@ -78,13 +84,13 @@ fn steps() -> Vec<NamedStep<'static, CiStep>> {
         NamedStep { name: "directions", work: CiStep::Directions },
         NamedStep { name: "advisories", work: CiStep::Advisories },
         cargo("clippy", "clippy --workspace --all-targets -- -D warnings"),
-        with_tool("each feature alone", HACK, vec![each_feature()]),
+        NamedStep { name: "each feature alone", work: CiStep::EachFeature },
         cargo("tests", tests),
         cargo("doctests", "test --workspace --doc"),
-        with_tool("snapshots in use", INSTA, vec![snapshots()]),
+        NamedStep { name: "snapshots in use", work: CiStep::Snapshots },
         NamedStep { name: "docs", work: CiStep::Calls(vec![docs]) },
-        // Criterion runs each bench once under `cargo test`; with `--workspace` the tests' builds
-        // are used again.
+        // Benches run once and on small inputs unless `cargo bench` starts them; with `--workspace`
+        // the tests' builds are used again.
         cargo("benches run once", "test --workspace --benches"),
     ]
 }
@@ -112,16 +118,46 @@ fn directions() -> Result<StepDone> {
 ///
 /// In the workspace cargo unifies features, so a crate could use a feature that only another crate
 /// enables.
-fn each_feature() -> Call {
-    let call = Call::cargo("hack clippy --workspace --ignore-private --each-feature");
-    let call = call.arg("--exclude-features").arg(DEVICE_FEATURES);
-    ["--", "-D", "warnings"].into_iter().fold(call, Call::arg)
+fn each_feature() -> Result<StepDone> {
+    for package in workspace::crates(&workspace::read()?) {
+        for features in lone_features(package) {
+            let call = Call::cargo("clippy --quiet --package").arg(package.name.as_str());
+            let call = features.into_iter().fold(call, Call::arg);
+            ["--", "-D", "warnings"].into_iter().fold(call, Call::arg).run()?;
+        }
+    }
+    Ok(StepDone::Passed)
+}
+
+/// Returns the arguments of cargo that select no features, and each feature of a package alone.
+fn lone_features(package: &Package) -> Vec<Vec<String>> {
+    let none = || vec!["--no-default-features".to_owned()];
+    let is_checked = |feature: &&String| {
+        let elsewhere = CHECKED_ELSEWHERE.contains(&(package.name.as_str(), feature));
+        !elsewhere && !DEVICE_FEATURES.contains(&feature.as_str())
+    };
+    let features = package.features.keys().filter(is_checked);
+    let alone =
+        features.map(|feature| [none(), vec!["--features".into(), feature.clone()]].concat());
+    [none()].into_iter().chain(alone).collect()
 }
 
 /// Fails if a snapshot differs, or if no test reads it.
-fn snapshots() -> Call {
-    let call = "insta test --check --unreferenced=reject --workspace --test all";
-    Call::cargo(call).arg("--").arg("plans").arg("padding")
+fn snapshots() -> Result<StepDone> {
+    let read = workspace::read()?.target_directory.join("snapshots");
+    fs::write(&read, "")?;
+    let call = Call::cargo("test --quiet --workspace --test all -- plans padding");
+    call.env("INSTA_UPDATE", "no").env("INSTA_SNAPSHOT_REFERENCES_FILE", &read).run()?;
+    let read = fs::read_to_string(read)?;
+    // insta's paths may go through `..`.
+    let read: BTreeSet<_> = read.lines().map(fs::canonicalize).collect::<Result<_, _>>()?;
+    let mut files = workspace::files_below(&cmd::root().join("crates"))?;
+    files.extend(workspace::files_below(&cmd::root().join("tests"))?);
+    files.retain(|file| file.extension().is_some_and(|end| end == "snap") && !read.contains(file));
+    match files.first() {
+        None => Ok(StepDone::Passed),
+        Some(file) => Err(format!("no test reads {}", file.display()).into()),
+    }
 }
 
 /// Checks dependencies against the list of advisories, if this machine has one: its download may
@@ -143,6 +179,8 @@ impl CiStep {
             CiStep::Tidy => tidy::run().map(|()| StepDone::Passed),
             CiStep::Directions => directions(),
             CiStep::Advisories => advisories(strict),
+            CiStep::EachFeature => each_feature(),
+            CiStep::Snapshots => snapshots(),
             CiStep::Calls(calls) => tools::run_calls(calls),
             CiStep::With(tool, calls) => tools::run_with(*tool, strict, calls),
         }

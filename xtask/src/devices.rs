@@ -58,19 +58,21 @@ fn metal() -> Check {
     }
 }
 
-/// Uses `--workspace` to reuse the dependencies that a plain `cargo test --workspace` has built.
+/// Runs the tests over MPI. With `--workspace` it uses what `cargo test --workspace` has built; a
+/// plain `cargo build` would build the dependencies again, without the features that tests add.
+pub(crate) const MPI_TESTS: &str = "test --workspace \
+    --features pmap-mesh/mpi,dist-train/mpi,candle-distributed-cli/mpi --test mpi";
+
 fn mpi() -> Check {
     let clippy = "clippy --workspace --all-targets \
         --features candle-distributed-cli/mpi,benches/mpi -- -D warnings";
-    let test = "test --workspace \
-        --features pmap-mesh/mpi,dist-train/mpi,candle-distributed-cli/mpi --test mpi";
     Check {
         probe: Call::new("mpicc", "-show"),
         answer: "mpi",
         install: "apt-get install libopenmpi-dev openmpi-bin",
         calls: vec![
             Call::cargo(clippy),
-            Call::cargo(test),
+            Call::cargo(MPI_TESTS),
             Call::cargo("xtask soak --ranks 2 --kills 2 --steps 12 --profile dev"),
         ],
     }

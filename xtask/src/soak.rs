@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use crate::{
     cmd::{Call, Result},
-    workspace,
+    devices, workspace,
 };
 
 /// Kills ranks of a training run at random moments, damages its files and starts it twice at once.
@@ -112,8 +112,11 @@ impl std::fmt::Display for SoakReport {
 
 impl<'a> SoakRun<'a> {
     fn new(args: &'a Args) -> Result<Self> {
-        let build = "build --workspace --bin candle-distributed --features candle-distributed-cli/mpi --profile";
-        Call::cargo(build).arg(&args.profile).run()?;
+        Call::cargo(devices::MPI_TESTS)
+            .arg("--no-run")
+            .arg("--profile")
+            .arg(&args.profile)
+            .run()?;
         let target = workspace::read()?.target_directory.into_std_path_buf();
         let folder = if args.profile == "dev" { "debug" } else { &args.profile };
         let program = target.join(folder).join("candle-distributed");

@@ -1,3 +1,0 @@
-//! Custom models: a model that cannot train is rejected by name.
-
-mod rejected;
