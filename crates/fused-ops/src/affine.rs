@@ -174,8 +174,8 @@ impl AffineLayer {
         Ok(grad_x)
     }
 
-    /// Returns the gradients of [`tensors`](Self::tensors). Those of frozen parameters are skipped,
-    /// which saves products.
+    /// Returns the gradients of [`tensors`](Self::tensors). Gradients of frozen parameters are
+    /// skipped, which saves products.
     pub(crate) fn backward_parameters<T: Float>(
         &self,
         x: &[T],

@@ -2,8 +2,8 @@
 //!
 //! They run on devices without kernels of this crate. There the time of most operations is that of
 //! passes over memory, and candle's own backward takes many: it adds the gradient of each
-//! intermediate tensor to zeros, and keeps all of them. So larger operations have a backward of
-//! their own here, of few passes. Inputs in half precision are converted to f32 first, except for
+//! intermediate tensor to zeros, and keeps all of them. So larger operations have their own
+//! backward here, with few passes. Inputs in half precision are converted to f32 first, except for
 //! those of matrix products, and a result is rounded back once: in half precision, squares would
 //! overflow and sums would lose small terms.
 //!
@@ -187,7 +187,7 @@ pub(crate) fn embedding(table: &Tensor, indices: &Tensor) -> Result<Tensor> {
 
 /// Returns a table of `n` rows, the sums of the rows of `x` with these indices.
 ///
-/// candle adds the rows of a tensor one after the other, with a thread per column. So parts of the
+/// candle adds the rows of a tensor in order, with a thread per column. So parts of the
 /// rows are added at the same time, each to a table of its own: as many as have together four
 /// times the rows of `x`.
 fn add_rows(x: &Tensor, indices: &Tensor, n: usize) -> CandleResult<Tensor> {
@@ -258,7 +258,7 @@ fn swap_heads(x: &Tensor) -> CandleResult<Tensor> {
     x.transpose(1, 2)?.contiguous()
 }
 
-/// Returns what is added to `scores` [batch, heads, queries, keys], if anything.
+/// Returns the numbers that are added to `scores` [batch, heads, queries, keys], if anything.
 fn added_mask(config: &AttentionConfig, scores: &Tensor) -> CandleResult<Option<Tensor>> {
     let mask = config.mask.as_ref().map(|mask| mask.to_dtype(scores.dtype())).transpose()?;
     if !config.causal && config.key_lengths.is_none() {

@@ -63,37 +63,16 @@ where
     record_copy(inputs, output, CustomBackward { backward, grad_uses })
 }
 
-/// Returns the gradients of all variables that `output` depends on, starting from its gradient
-/// `grad`, like PyTorch's `output.backward(grad)`.
+/// Returns the gradients of all variables that `outputs` depend on, starting from the gradient of
+/// each, like PyTorch's `torch.autograd.backward(outputs, grads)`.
 ///
 /// # Shapes
 ///
-/// `grad` has the shape of `output`.
+/// A gradient has the shape of its output.
 ///
 /// # Errors
 ///
-/// Returns [`Candle`](crate::Error::Candle) if the shapes differ or candle's backward pass fails.
-///
-/// # Examples
-///
-/// ```
-/// use candle_core::{Device, Tensor, Var};
-///
-/// let x = Var::new(&[1.0_f64, 2.0], &Device::Cpu)?;
-/// let grads = fused_ops::backward_from(&x.sqr()?, Tensor::new(&[10.0_f64, 1.0], &Device::Cpu)?)?;
-/// assert_eq!(grads.get(&x).unwrap().to_vec1::<f64>()?, [20.0, 4.0]);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-pub fn backward_from(output: &Tensor, grad: Tensor) -> Result<GradStore> {
-    Ok(seed(output, grad)?.backward()?)
-}
-
-/// Differentiates several outputs at once, each with its gradient, like PyTorch's
-/// `torch.autograd.backward(outputs, grads)`.
-///
-/// # Errors
-///
-/// Returns the errors of [`backward_from`].
+/// Returns [`Candle`](crate::Error::Candle) if shapes differ or candle's backward pass fails.
 ///
 /// # Examples
 ///
@@ -115,8 +94,8 @@ pub fn backward_from_many(
     Ok(sum.backward()?)
 }
 
-/// Returns a scalar whose backward pass starts at `output` with the gradient `grad`. The scalar has
-/// no value of its own.
+/// Returns a scalar. Its backward pass starts at `output` with the gradient `grad`; its value is
+/// zero.
 fn seed(output: &Tensor, grad: Tensor) -> Result<Tensor> {
     if grad.shape() != output.shape() {
         return Err(candle_core::Error::msg(format!(
@@ -249,7 +228,7 @@ where
     F: Fn(&Tensor, Tensor) -> candle_core::Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
 {
     const NAME: &'static str = "with_backward";
-    const ARE_GRADS_OWN: bool = false;
+    const GRADS_MAY_ALIAS: bool = true;
 
     fn backward(
         &self,
@@ -397,7 +376,8 @@ mod tests {
         };
         assert!(error(&[&x, &squared], 2).contains("input 1 got no gradient"));
         assert!(error(&[&x, &squared], 1).contains("1 gradients for an operation of 2 inputs"));
-        let wrong = backward_from(&squared, Tensor::new(&[1.0_f64], &Device::Cpu).unwrap());
+        let wrong =
+            backward_from_many([(squared.clone(), Tensor::new(&[1.0_f64], &Device::Cpu).unwrap())]);
         assert!(wrong.unwrap_err().to_string().contains("of shape [1]"));
         let y = with_backward(&[&x], &squared, |_, _| Ok(vec![None])).unwrap();
         assert!(y.backward().unwrap().get(&x).is_none());

@@ -47,49 +47,48 @@ pub enum Error {
         other: DeviceLocation,
     },
     /// An input that the operation does not differentiate depends on a variable.
-    #[error("{op}: {input} gets no gradient, but depends on a variable; detach it")]
+    #[error("{op}: {input} depends on a variable that would get no gradient; {cure}")]
     Gradient {
         /// The operation.
         op: &'static str,
         /// The name of the input.
         input: &'static str,
+        /// The change that makes the call valid.
+        cure: String,
     },
-    /// A checkpointed function depends on a variable that is not listed, and so would get no
-    /// gradient.
-    #[error("{op}: the function reads a variable of shape {shape:?} that is not among `vars`")]
-    Variable {
-        /// The operation.
-        op: &'static str,
-        /// The shape of the variable.
-        shape: Vec<usize>,
-    },
-    /// An index is out of range.
-    #[error("{op}: index {index} at position {position} is not below {limit}")]
-    Index {
-        /// The operation.
-        op: &'static str,
-        /// The index.
-        index: i64,
-        /// The position of the index among all indices.
-        position: usize,
-        /// The number of rows or classes.
-        limit: usize,
-    },
-    /// A number in the configuration is out of its range.
+    /// An index or a number in the configuration is out of its range.
     #[error("{op}: {name} is {value}, it must be {expected}")]
-    Setting {
+    OutOfRange {
         /// The operation.
         op: &'static str,
-        /// The name of the setting.
-        name: &'static str,
-        /// Its value.
-        value: f64,
+        /// The name of the number.
+        name: String,
+        /// The number.
+        value: String,
         /// The valid values, in words or numbers.
         expected: String,
     },
     /// candle returned an error.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
+}
+
+impl Error {
+    /// Returns the error of an input that must be detached.
+    pub(crate) fn gradient(op: &'static str, input: &'static str) -> Self {
+        Self::Gradient { op, input, cure: "detach it".to_owned() }
+    }
+
+    /// Returns the error of a number that is not as `expected`.
+    pub(crate) fn out_of_range(
+        op: &'static str,
+        name: impl Into<String>,
+        value: impl ToString,
+        expected: impl Into<String>,
+    ) -> Self {
+        let (name, value, expected) = (name.into(), value.to_string(), expected.into());
+        Self::OutOfRange { op, name, value, expected }
+    }
 }
 
 impl From<Error> for candle_core::Error {

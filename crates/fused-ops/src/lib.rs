@@ -1,9 +1,8 @@
 //! [`AttentionConfig`]: crate::AttentionConfig
-//! [`add_layer_norm`]: crate::add_layer_norm()
 //! [`add_rms_norm`]: crate::add_rms_norm()
 //! [`attention`]: crate::attention()
 //! [`attention_packed`]: crate::attention_packed()
-//! [`backward_from`]: crate::backward_from()
+//! [`backward_from_many`]: crate::backward_from_many()
 //! [`checkpoint`]: crate::checkpoint()
 //! [`cross_entropy`]: crate::cross_entropy()
 //! [`dropout`]: crate::dropout()
@@ -52,7 +51,7 @@ pub mod layers;
 pub use crate::{
     autograd::with_direct_grads,
     config::{Activation, AttentionConfig, DropoutKey},
-    custom::{backward_from, backward_from_many, with_backward, with_backward_many},
+    custom::{backward_from_many, with_backward, with_backward_many},
     error::{Error, Result},
     ops::{
         activation::{gelu, gelu_tanh, silu, swiglu},
@@ -66,7 +65,7 @@ pub use crate::{
         linear_decode::linear_decode,
         linear_rope::linear_rope,
         mlp::mlp,
-        norm::{add_layer_norm, add_rms_norm, layer_norm, rms_norm},
+        norm::{add_rms_norm, layer_norm, rms_norm},
         rope::{rope, rope_i, rope_thd},
         softmax::{log_softmax, softmax},
         swiglu_mlp::swiglu_mlp,

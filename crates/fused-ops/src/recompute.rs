@@ -31,7 +31,7 @@ const OP: &str = "checkpoint";
 ///
 /// # Errors
 ///
-/// [`Variable`](Error::Variable) if `f` depends on a variable that is not among `vars`, since this
+/// [`Gradient`](Error::Gradient) if `f` depends on a variable that is not among `vars`, since this
 /// variable would silently get no gradient; [`Candle`](Error::Candle) with the error of `f`.
 ///
 /// # Examples
@@ -69,7 +69,9 @@ where
 fn check_variables(vars: &[Var], y: &Tensor) -> Result<()> {
     for node in y.sorted_nodes() {
         if node.is_variable() && vars.iter().all(|var| var.id() != node.id()) {
-            return Err(Error::Variable { op: OP, shape: node.dims().to_vec() });
+            let shape = node.dims();
+            let cure = format!("list the variable of shape {shape:?} in `vars`, or detach it");
+            return Err(Error::Gradient { op: OP, input: "the function", cure });
         }
     }
     Ok(())
@@ -99,7 +101,7 @@ where
     F: Fn(&Tensor) -> candle_core::Result<Tensor> + Send + Sync + 'static,
 {
     const NAME: &'static str = "checkpoint";
-    const ARE_GRADS_OWN: bool = false;
+    const GRADS_MAY_ALIAS: bool = true;
 
     fn backward(
         &self,

@@ -26,7 +26,7 @@ struct DirectGrads {
 
 /// Runs a backward pass of candle that takes less time and memory: the operations of this crate do
 /// not add the first gradient of one of the `variables` to zeros. `pass` returns the result of
-/// [`Tensor::backward`] or [`backward_from`](crate::backward_from()).
+/// [`Tensor::backward`] or [`backward_from_many`](crate::backward_from_many()).
 ///
 /// Only this pass may differentiate the variables on this thread. Other threads may differentiate
 /// them at the same time.
@@ -78,8 +78,8 @@ impl Drop for OuterPass {
 }
 
 /// Returns the gradients of `inputs` that `backward` computes, without those of the innermost pass's
-/// variables, which are kept for the end of the pass if they `are_own`. A pass within `backward` is a
-/// pass of its own.
+/// variables, which are kept for the end of the pass if they `are_own`. A pass within `backward`
+/// is separate.
 pub(super) fn keep_direct(
     inputs: &[&Tensor],
     are_own: bool,

@@ -8,7 +8,7 @@ use crate::error::Result;
 
 /// Messages between the nodes of one operation, from all of its backward passes.
 ///
-/// Nodes are connected by tokens: tensors of zeros whose values are never read. A node with a token
+/// Nodes are connected by tokens: tensors of zeros that no operation reads. A node with a token
 /// among its inputs sends messages to the node that made the token.
 ///
 /// Several passes may run at once: on several threads, and nested on one thread, since a rayon

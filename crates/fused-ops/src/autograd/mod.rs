@@ -3,7 +3,8 @@
 //! candle's custom operations compute when they are applied. Here a kernel computes first: the
 //! operation in candle's graph only returns the finished result, and contains its backward. candle
 //! allows three inputs and one output. An operation with more connects them through tokens: tensors
-//! of zeros whose values are never read. No tensor is copied.
+//! of zeros that no operation reads. The results of kernels are not copied; a result that candle
+//! computed is ([`record_copy`]), because its own history would stay in the graph.
 
 mod direct;
 mod link;
@@ -25,12 +26,12 @@ pub(crate) trait Backward: Send + Sync + 'static {
     /// The name of the operation in candle's messages.
     const NAME: &'static str;
 
-    /// Whether no gradient shares its storage with a variable, which an optimizer may change.
-    const ARE_GRADS_OWN: bool = true;
+    /// Whether a gradient may share its storage with a variable, which an optimizer may change.
+    const GRADS_MAY_ALIAS: bool = false;
 
     /// Returns the gradients of the inputs, in their order, where `grad` is the gradient of `output`.
     ///
-    /// Every input for which [`Tensor::track_op`] is true must get a gradient, at least zeros: candle
+    /// An input with a true [`Tensor::track_op`] must get a gradient, at least zeros: candle
     /// panics without one.
     fn backward(
         &self,
@@ -54,7 +55,7 @@ pub(crate) fn record<T: Float>(
     Ok(output)
 }
 
-/// Copies `output`, of any type, and records the copy.
+/// Records a copy of `output`, of any type.
 pub(crate) fn record_tensor(
     inputs: &[&Tensor],
     output: &Tensor,
@@ -77,7 +78,7 @@ impl<B> OneOutput<B> {
 
 impl<B: Backward> MultiBackward<1> for OneOutput<B> {
     const NAME: &'static str = B::NAME;
-    const ARE_GRADS_OWN: bool = B::ARE_GRADS_OWN;
+    const GRADS_MAY_ALIAS: bool = B::GRADS_MAY_ALIAS;
 
     fn backward(
         &self,

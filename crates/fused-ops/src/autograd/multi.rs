@@ -26,12 +26,12 @@ pub(crate) trait MultiBackward<const OUTPUTS: usize>: Send + Sync + 'static {
     const NAME: &'static str;
 
     /// As in [`Backward`].
-    const ARE_GRADS_OWN: bool = true;
+    const GRADS_MAY_ALIAS: bool = false;
 
     /// Returns the gradients of the inputs, in their order. An output that the pass did not use has no
     /// gradient.
     ///
-    /// Every input for which [`Tensor::track_op`] is true must get a gradient, at least zeros: candle
+    /// An input with a true [`Tensor::track_op`] must get a gradient, at least zeros: candle
     /// panics without one.
     fn backward(
         &self,
@@ -76,7 +76,7 @@ struct TokenSeed(Tensor);
 
 impl Backward for TokenSeed {
     const NAME: &'static str = "seed";
-    const ARE_GRADS_OWN: bool = false;
+    const GRADS_MAY_ALIAS: bool = true;
 
     fn backward(&self, _: &[&Tensor], _: &Tensor, _: &Tensor) -> Result<Vec<Option<Tensor>>> {
         Ok(vec![Some(self.0.clone())])
@@ -119,8 +119,9 @@ fn join_inputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     let join = |first: usize, inputs: &[&Tensor], is_last| {
         // Every node but the first joins the token of the previous node.
         let joins_token = first > 0;
-        // The operation of an output may keep the gradient as that of a variable.
-        let take = |input: &&Tensor| if B::ARE_GRADS_OWN { OutputLink::take(input) } else { None };
+        // The operation of an output may keep the gradient for a variable.
+        let take =
+            |input: &&Tensor| if B::GRADS_MAY_ALIAS { None } else { OutputLink::take(input) };
         let links: Vec<_> = inputs.iter().map(take).collect();
         let inputs_and_links = inputs.iter().zip(&links);
         let inputs: Vec<Tensor> = inputs_and_links
@@ -206,7 +207,7 @@ struct InputNode<B, const OUTPUTS: usize> {
 
 impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Backward for InputNode<B, OUTPUTS> {
     const NAME: &'static str = B::NAME;
-    const ARE_GRADS_OWN: bool = B::ARE_GRADS_OWN;
+    const GRADS_MAY_ALIAS: bool = B::GRADS_MAY_ALIAS;
 
     fn backward(
         &self,

@@ -92,7 +92,7 @@ impl<B: Backward> PrecomputedNode<B> {
     ) -> Result<[Option<Tensor>; N]> {
         let grad = grad.contiguous()?;
         let backward = || self.backward.backward(&inputs, output, &grad);
-        let grads = keep_direct(&inputs, B::ARE_GRADS_OWN, backward)?;
+        let grads = keep_direct(&inputs, !B::GRADS_MAY_ALIAS, backward)?;
         grads.try_into().map_err(|_| Error::msg("a gradient is missing"))
     }
 }

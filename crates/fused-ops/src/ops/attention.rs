@@ -41,7 +41,7 @@ const OP: &str = "attention";
 /// # Errors
 ///
 /// [`Shape`](Error::Shape) if shapes do not fit each other or a causal query has no key,
-/// [`Gradient`](Error::Gradient) if the mask depends on a variable, [`Setting`](Error::Setting) if
+/// [`Gradient`](Error::Gradient) if the mask depends on a variable, [`OutOfRange`](Error::OutOfRange) if
 /// a key length is 0 or exceeds the number of keys, [`DType`](Error::DType) if the inputs differ in
 /// type or have no floating type, [`Device`](Error::Device) if they are on different devices.
 ///
@@ -169,12 +169,11 @@ impl AttentionSizes {
         let shape = || Error::Shape { op: OP, input: "qkv", found: qkv.dims().to_vec(), expected };
         let &[batch, length, width] = qkv.dims() else { return Err(shape()) };
         if key_heads == 0 {
-            let expected = "at least 1".to_owned();
-            return Err(Error::Setting { op: OP, name: "key_heads", value: 0.0, expected });
+            return Err(Error::out_of_range(OP, "key_heads", 0, "at least 1"));
         }
         if !heads.is_multiple_of(key_heads) {
             let expected = format!("a multiple of {key_heads} key heads");
-            return Err(Error::Setting { op: OP, name: "heads", value: heads as f64, expected });
+            return Err(Error::out_of_range(OP, "heads", heads, expected));
         }
         if length == 0 || width == 0 || !width.is_multiple_of(n_parts) {
             return Err(shape());
@@ -218,14 +217,14 @@ fn check_lengths(lengths: &[usize], sizes: &AttentionSizes) -> Result<()> {
         None => Ok(()),
         Some(&length) => {
             let expected = format!("from 1 to {}", sizes.keys);
-            Err(Error::Setting { op: OP, name: "a key length", value: length as f64, expected })
+            Err(Error::out_of_range(OP, "a key length", length, expected))
         }
     }
 }
 
 fn check_mask(mask: &Tensor, sizes: &AttentionSizes) -> Result<()> {
     if mask.track_op() {
-        return Err(Error::Gradient { op: OP, input: "mask" });
+        return Err(Error::gradient(OP, "mask"));
     }
     if mask.broadcast_as(&sizes.score_shape()).is_err() {
         let expected = format!("a shape that broadcasts to {:?}", sizes.score_shape());

@@ -84,16 +84,11 @@ impl CrossEntropy {
     ///
     /// # Errors
     ///
-    /// [`Setting`](Error::Setting) if all rows are ignored.
+    /// [`OutOfRange`](Error::OutOfRange) if all rows are ignored.
     pub fn mean(&self) -> Result<Tensor> {
         if self.weight == 0.0 {
-            let expected = "more than 0 for a mean".to_owned();
-            return Err(Error::Setting {
-                op: OP,
-                name: "the weight of all rows",
-                value: 0.0,
-                expected,
-            });
+            let name = "the weight of all rows";
+            return Err(Error::out_of_range(OP, name, 0, "more than 0 for a mean"));
         }
         Ok((&self.sum / self.weight)?)
     }
@@ -116,8 +111,8 @@ impl CrossEntropy {
 ///
 /// # Errors
 ///
-/// [`Index`](Error::Index) if a target is not a class, [`Shape`](Error::Shape) if the shapes do not
-/// fit, [`Setting`](Error::Setting) if the smoothing is not in [0, 1],
+/// [`OutOfRange`](Error::OutOfRange) if a target is not a class, [`Shape`](Error::Shape) if the shapes do not
+/// fit, [`OutOfRange`](Error::OutOfRange) if the smoothing is not in [0, 1],
 /// [`Gradient`](Error::Gradient) if weights depend on a variable, [`DType`](Error::DType) if
 /// targets are not integers or logits have no floating type.
 ///
@@ -204,8 +199,7 @@ fn check(
 ) -> Result<()> {
     let smoothing = config.label_smoothing;
     if !(0.0..=1.0).contains(&smoothing) {
-        let expected = "from 0 to 1".to_owned();
-        return Err(Error::Setting { op, name: "label smoothing", value: smoothing, expected });
+        return Err(Error::out_of_range(op, "label smoothing", smoothing, "from 0 to 1"));
     }
     check_weights(op, "row_weights", config.row_weights.as_ref(), targets.dims())?;
     check_weights(op, "class_weights", config.class_weights.as_ref(), &[classes])
@@ -219,7 +213,7 @@ fn check_weights(
 ) -> Result<()> {
     let Some(weights) = weights else { return Ok(()) };
     if weights.track_op() {
-        return Err(Error::Gradient { op, input });
+        return Err(Error::gradient(op, input));
     }
     check_shape(op, input, weights, shape)
 }

@@ -34,7 +34,7 @@ use crate::{
 ///
 /// # Errors
 ///
-/// [`Setting`](Error::Setting) if the probability is not in [0, 1), [`DType`](Error::DType) if `x`
+/// [`OutOfRange`](Error::OutOfRange) if the probability is not in [0, 1), [`DType`](Error::DType) if `x`
 /// has no floating type.
 ///
 /// # Examples
@@ -62,9 +62,8 @@ pub fn dropout(x: &Tensor, probability: f64, key: DropoutKey) -> Result<Tensor> 
 
 fn check(probability: f64, key: DropoutKey) -> Result<DropSpec> {
     if !(0.0..1.0).contains(&probability) {
-        let expected = "at least 0 and less than 1".to_owned();
-        let name = "probability";
-        return Err(Error::Setting { op: "dropout", name, value: probability, expected });
+        let expected = "at least 0 and less than 1";
+        return Err(Error::out_of_range("dropout", "probability", probability, expected));
     }
     Ok(DropSpec::new(probability, key))
 }

@@ -33,7 +33,7 @@ const OP: &str = "embedding";
 ///
 /// # Errors
 ///
-/// [`Index`](Error::Index) if the table has no such row, [`Shape`](Error::Shape) if the table does
+/// [`OutOfRange`](Error::OutOfRange) if the table has no such row, [`Shape`](Error::Shape) if the table does
 /// not have two dimensions, [`DType`](Error::DType) if the indices are not integers or the table
 /// has no floating type, [`Device`](Error::Device) if the two are on different devices. Only on the
 /// processor are the indices checked before the rows are selected.
@@ -142,5 +142,8 @@ pub(crate) fn check_index(
     limit: usize,
 ) -> Result<usize> {
     let checked = usize::try_from(index).ok().filter(|&index| index < limit);
-    checked.ok_or(Error::Index { op, index, position, limit })
+    checked.ok_or_else(|| {
+        let name = format!("the index at position {position}");
+        Error::out_of_range(op, name, index, format!("at least 0 and below {limit}"))
+    })
 }

@@ -60,7 +60,7 @@ pub fn linear_decode(x: &Tensor, layers: &[(&Tensor, Option<&Tensor>)]) -> Resul
         all.extend(bias.map(|bias| ("bias", bias)));
     }
     if let Some(&(input, _)) = all.iter().find(|(_, tensor)| tensor.track_op()) {
-        return Err(Error::Gradient { op: OP, input });
+        return Err(Error::gradient(OP, input));
     }
     match Route::new(OP, &all)? {
         Route::F32 => multiply::<f32>(x, layers),

@@ -158,69 +158,18 @@ pub fn add_rms_norm(
     check_shape("add_rms_norm", "residual", residual, x.dims())?;
     check_shape("add_rms_norm", "weight", weight, &[last_dim("add_rms_norm", "x", x)?])?;
     match Route::new("add_rms_norm", &[("x", x), ("residual", residual), ("weight", weight)])? {
-        Route::F32 => add_normalize::<f32>(&[x, residual, weight], Norm::Rms, epsilon),
-        Route::F64 => add_normalize::<f64>(&[x, residual, weight], Norm::Rms, epsilon),
-        Route::Half(half) => add_normalize_in_f32(&[x, residual, weight], Norm::Rms, epsilon, half),
+        Route::F32 => add_rms::<f32>(&[x, residual, weight], epsilon),
+        Route::F64 => add_rms::<f64>(&[x, residual, weight], epsilon),
+        Route::Half(half) => {
+            // Both results are rounded once.
+            let [x, residual, weight] =
+                [x, residual, weight].map(|input| input.to_dtype(DType::F32));
+            let (sum, y) = add_rms::<f32>(&[&x?, &residual?, &weight?], epsilon)?;
+            Ok((sum.to_dtype(half)?, y.to_dtype(half)?))
+        }
         Route::Composed => {
             let sum = (x + residual)?;
             let norm = composed::norm(Norm::Rms, &sum, weight, None, epsilon)?;
-            Ok((sum, norm))
-        }
-    }
-}
-
-/// Returns `x` + `residual` and its [`layer_norm`].
-///
-/// # Shapes
-///
-/// `x` and `residual` [.., hidden], `weight` and `bias` \[hidden\]; both results have the shape of
-/// `x`: the sum, then its norm.
-///
-/// # Determinism
-///
-/// Like [`rms_norm`].
-///
-/// # Errors
-///
-/// The errors of [`layer_norm`]; [`Shape`](crate::Error::Shape) also if `residual` has another shape than
-/// `x`.
-///
-/// # Examples
-///
-/// ```
-/// use candle_core::{Device, Tensor};
-///
-/// let x = Tensor::new(&[[2.0_f64, 4.0]], &Device::Cpu)?;
-/// let weight = Tensor::new(&[1.0_f64, 2.0], &Device::Cpu)?;
-/// let (sum, norm) = fused_ops::add_layer_norm(&x, &x, &weight, Some(&weight), 0.0)?;
-/// assert_eq!(sum.to_vec2::<f64>()?, [[4.0, 8.0]]);
-/// assert_eq!(norm.to_vec2::<f64>()?, [[0.0, 4.0]]);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-pub fn add_layer_norm(
-    x: &Tensor,
-    residual: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    epsilon: f64,
-) -> Result<(Tensor, Tensor)> {
-    const OP: &str = "add_layer_norm";
-    let hidden = [last_dim(OP, "x", x)?];
-    check_shape(OP, "residual", residual, x.dims())?;
-    check_shape(OP, "weight", weight, &hidden)?;
-    let mut named = vec![("x", x), ("residual", residual), ("weight", weight)];
-    if let Some(bias) = bias {
-        check_shape(OP, "bias", bias, &hidden)?;
-        named.push(("bias", bias));
-    }
-    let inputs: Vec<_> = named.iter().map(|(_, input)| *input).collect();
-    match Route::new(OP, &named)? {
-        Route::F32 => add_normalize::<f32>(&inputs, Norm::Layer, epsilon),
-        Route::F64 => add_normalize::<f64>(&inputs, Norm::Layer, epsilon),
-        Route::Half(half) => add_normalize_in_f32(&inputs, Norm::Layer, epsilon, half),
-        Route::Composed => {
-            let sum = (x + residual)?;
-            let norm = composed::norm(Norm::Layer, &sum, weight, bias, epsilon)?;
             Ok((sum, norm))
         }
     }
@@ -236,27 +185,8 @@ fn normalize<T: Float>(inputs: &[&Tensor], norm: Norm, epsilon: f64) -> Result<T
     record(&inputs, y, inputs[0].shape().clone(), Normalize { norm, epsilon })
 }
 
-/// Computes like [`add_normalize`], and rounds both results to `half` once.
-fn add_normalize_in_f32(
-    inputs: &[&Tensor],
-    norm: Norm,
-    epsilon: f64,
-    half: DType,
-) -> Result<(Tensor, Tensor)> {
-    let singles: Vec<_> =
-        inputs.iter().map(|input| input.to_dtype(DType::F32)).collect::<Result<_, _>>()?;
-    let inputs: Vec<_> = singles.iter().collect();
-    let (sum, y) = add_normalize::<f32>(&inputs, norm, epsilon)?;
-    Ok((sum.to_dtype(half)?, y.to_dtype(half)?))
-}
-
-/// Returns x + residual and its norm. `inputs` are x, the residual, the weight and, if there is
-/// one, the bias.
-fn add_normalize<T: Float>(
-    inputs: &[&Tensor],
-    norm: Norm,
-    epsilon: f64,
-) -> Result<(Tensor, Tensor)> {
+/// Returns x + residual and its norm. `inputs` are x, the residual and the weight.
+fn add_rms<T: Float>(inputs: &[&Tensor; 3], epsilon: f64) -> Result<(Tensor, Tensor)> {
     let contiguous: Vec<_> =
         inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
     let inputs: Vec<_> = contiguous.iter().collect();
@@ -264,28 +194,24 @@ fn add_normalize<T: Float>(
     let epsilon = T::round_from_f64(epsilon);
     let (sum, y) = {
         let slices: Vec<_> = inputs.iter().map(|input| CpuSlice::new(input)).collect();
-        let bias = slices.get(3).map(CpuSlice::as_slice).transpose()?;
         let sum = norm::add(slices[0].as_slice()?, slices[1].as_slice()?);
-        let y = norm::forward(norm, &sum, slices[2].as_slice()?, bias, epsilon);
+        let y = norm::forward(Norm::Rms, &sum, slices[2].as_slice()?, None, epsilon);
         (sum, y)
     };
     if !inputs.iter().any(|input| input.track_op()) {
         return Ok((cpu_tensor(sum, shape)?, cpu_tensor(y, shape)?));
     }
-    let weight = inputs[2].detach();
-    let backward = AddNormalize { norm, epsilon, weight, has_bias: inputs.len() == 4 };
+    let backward = AddRms { epsilon, weight: inputs[2].detach() };
     let [sum, y] = record_many(&inputs, [sum, y], shape, backward)?;
     Ok((sum, y))
 }
 
-struct AddNormalize<T> {
-    norm: Norm,
+struct AddRms<T> {
     epsilon: T,
     weight: Tensor,
-    has_bias: bool,
 }
 
-impl<T: Float> MultiBackward<2> for AddNormalize<T> {
+impl<T: Float> MultiBackward<2> for AddRms<T> {
     const NAME: &'static str = "fused-add-norm";
 
     fn backward(
@@ -295,38 +221,28 @@ impl<T: Float> MultiBackward<2> for AddNormalize<T> {
     ) -> Result<Vec<Option<Tensor>>> {
         let Some(grad_norm) = grad_norm else {
             let grad_sum = grad_sum.map_or_else(|| sum.zeros_like(), Ok)?;
-            let zeros = self.weight.zeros_like()?;
-            return Ok(self.gradients(grad_sum, zeros.clone(), zeros));
+            return Ok(vec![
+                Some(grad_sum.clone()),
+                Some(grad_sum),
+                Some(self.weight.zeros_like()?),
+            ]);
         };
         let sum_slice = CpuSlice::new(sum);
         let weight = CpuSlice::new(&self.weight);
         let grad = CpuSlice::new(&grad_norm);
         let grad_sum_slice = grad_sum.as_ref().map(CpuSlice::new);
         let grads = norm::backward(
-            self.norm,
+            Norm::Rms,
             sum_slice.as_slice()?,
             weight.as_slice()?,
             grad.as_slice()?,
             grad_sum_slice.as_ref().map(CpuSlice::as_slice).transpose()?,
             self.epsilon,
         );
-        let hidden = self.weight.shape();
-        Ok(self.gradients(
-            cpu_tensor(grads.x, sum.shape())?,
-            cpu_tensor(grads.weight, hidden)?,
-            cpu_tensor(grads.bias, hidden)?,
-        ))
-    }
-}
-
-impl<T: Float> AddNormalize<T> {
-    /// Returns the gradients in the order of the inputs: x and the residual share one gradient.
-    fn gradients(&self, grad_sum: Tensor, weight: Tensor, bias: Tensor) -> Vec<Option<Tensor>> {
-        let mut all = vec![Some(grad_sum.clone()), Some(grad_sum), Some(weight)];
-        if self.has_bias {
-            all.push(Some(bias));
-        }
-        all
+        // x and the residual share one gradient.
+        let grad = cpu_tensor(grads.x, sum.shape())?;
+        let weight = cpu_tensor(grads.weight, self.weight.shape())?;
+        Ok(vec![Some(grad.clone()), Some(grad), Some(weight)])
     }
 }
 

@@ -165,7 +165,7 @@ pub(crate) fn check_angles(
     half: usize,
 ) -> Result<()> {
     if angles.track_op() {
-        return Err(Error::Gradient { op, input });
+        return Err(Error::gradient(op, input));
     }
     match *angles.dims() {
         [positions, pairs] if positions >= length && pairs == half => Ok(()),

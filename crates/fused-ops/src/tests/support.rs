@@ -134,7 +134,7 @@ pub(super) fn row_cases(rows: usize, width: usize) -> Vec<OpCase> {
 
 /// Returns sums with their norms. The cases use only the sum, only the norm, or both.
 fn add_norm_cases(x: &[usize], width: usize) -> Vec<OpCase> {
-    let rms_cases = (0..3).map(|used| {
+    let cases = (0..3).map(|used| {
         OpCase::new(
             format!("add_rms_norm {used}"),
             &[x, x, &[width]],
@@ -145,26 +145,7 @@ fn add_norm_cases(x: &[usize], width: usize) -> Vec<OpCase> {
             },
         )
     });
-    let layer_cases = (0..3).map(|used| {
-        OpCase::new(
-            format!("add_layer_norm {used}"),
-            &[x, x, &[width], &[width]],
-            move |t| {
-                Ok(one_or_both(
-                    used,
-                    crate::add_layer_norm(&t[0], &t[1], &t[2], Some(&t[3]), 1e-5)?,
-                )?)
-            },
-            move |t| {
-                let sum = (&t[0] + &t[1])?;
-                one_or_both(
-                    used,
-                    (sum.clone(), reference::layer_norm(&sum, &t[2], Some(&t[3]), 1e-5)?),
-                )
-            },
-        )
-    });
-    rms_cases.chain(layer_cases).collect()
+    cases.collect()
 }
 
 fn activation_case(x: &[usize], form: Activation) -> OpCase {

@@ -46,7 +46,7 @@ pub(super) struct Product<T> {
     pub(super) adds: bool,
 }
 
-/// Addresses that threads share. Each thread writes elements of its own.
+/// Addresses that threads share. Each thread writes separate elements.
 #[derive(Clone, Copy)]
 struct Shared<T>(T);
 
@@ -97,7 +97,7 @@ pub(super) unsafe fn multiply<T: Float>(
     }
 }
 
-/// Memory of a thread that its products share, at most 4 MiB and 200 KiB. Memory of their own would be
+/// Memory of a thread that its products share, at most 4 MiB and 200 KiB. Separate memory would be
 /// scattered among the tensors of a step.
 struct Scratch {
     memory: Vec<u64>,
@@ -220,7 +220,7 @@ impl<T: Float> WithSimd for PackColumns<T> {
         let Self { panels, b, columns, depth } = self;
         let width = tile_columns::<T, S>();
         let b = Factor { start: b.start, row_stride: b.column_stride, column_stride: b.row_stride };
-        // SAFETY: `Block::multiply` gives each part columns and panels of its own.
+        // SAFETY: `Block::multiply` gives each part separate columns and panels.
         unsafe { pack(panels, width, b, columns, depth) };
     }
 }
