@@ -25,9 +25,7 @@ pub use core_types::files;
 #[cfg(any(test, fuzzing))]
 pub use crate::run::fuzzing;
 pub use crate::{
-    error::{
-        Error, Result, file_part::FilePart, parameter::ParameterError, skipped::SkippedCheckpoint,
-    },
+    error::{Error, Result, parameter::ParameterError, skipped::SkippedCheckpoint},
     folder::weights::StoredWeights,
     run::{Checkpoints, checkpoint::Checkpoint, key::TensorKey, state_dict::StateDict},
     safetensors::tensor_file::{TensorFile, TensorInfo},

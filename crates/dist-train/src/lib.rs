@@ -32,8 +32,7 @@ mod tree;
 mod units;
 
 pub use dist_checkpoint::{
-    Checkpoint, Checkpoints, Error as CheckpointError, FilePart, ParameterError, SkippedCheckpoint,
-    StateDict,
+    Checkpoint, Checkpoints, Error as CheckpointError, ParameterError, SkippedCheckpoint, StateDict,
 };
 
 pub use crate::{

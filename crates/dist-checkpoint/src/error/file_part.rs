@@ -6,8 +6,7 @@ use core_types::human::Printable;
 
 /// A part of a checkpoint with a separate checksum.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum FilePart {
+pub(crate) enum FilePart {
     /// The whole index.
     Index,
     /// The header of a slot's file.

@@ -25,8 +25,7 @@ impl<T: fmt::Display> fmt::Display for Listed<'_, T> {
 }
 
 /// Displays a list in brackets, or nothing if the list is empty.
-#[derive(Debug)]
-pub struct Bracketed<'a, T>(pub &'a [T]);
+pub(crate) struct Bracketed<'a, T>(pub(crate) &'a [T]);
 
 impl<T: fmt::Display> fmt::Display for Bracketed<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -14,7 +14,6 @@ use core_types::human::Printable;
 use pmap_mesh::{ProcessError, one_line};
 
 use self::{
-    file_part::FilePart,
     parameter::ParameterError,
     skipped::{Reasons, SkippedCheckpoint},
 };
@@ -76,54 +75,22 @@ pub enum Error {
         /// The error of the JSON.
         cause: serde_json::Error,
     },
-    /// The index is too long; most of it is the run's state.
-    #[error(
-        "{}: the index has {found} bytes, more than the maximum of {max}",
-        Printable(path.display())
-    )]
-    IndexTooLong {
-        /// The index.
-        path: PathBuf,
-        /// Its length in bytes.
-        found: u64,
-        /// The largest length.
-        max: u64,
-    },
-    /// The format version of the index is not supported.
-    #[error(
-        "{}: format version {found} is not supported, only {supported}",
-        Printable(path.display())
-    )]
-    FormatVersion {
-        /// The index.
-        path: PathBuf,
-        /// Its version.
-        found: u32,
-        /// The version that can be read.
-        supported: u32,
-    },
-    /// The checksum of a part does not match its bytes.
-    #[error(
-        "{}: {part} is damaged, its checksum is {found:08x} instead of {expected:08x}",
-        Printable(path.display())
-    )]
-    Checksum {
+    /// A file is not as it was written: its length or a checksum differs.
+    #[error("{}: {}", Printable(path.display()), Printable(reason))]
+    Damaged {
         /// The file.
         path: PathBuf,
-        /// The damaged part.
-        part: FilePart,
-        /// The stored CRC-32.
-        expected: u32,
-        /// The CRC-32 of the bytes in the file.
-        found: u32,
+        /// The part that differs, with the value found and the value expected.
+        reason: String,
     },
-    /// A file lacks a checksum, or has too many.
-    #[error("{}: {part} has missing or extra checksums", Printable(path.display()))]
-    NoChecksum {
-        /// The file.
+    /// An intact file or folder belongs to another run, step, slot or version of this crate, or its
+    /// content exceeds a limit.
+    #[error("{}: {}", Printable(path.display()), Printable(reason))]
+    Unsuitable {
+        /// The file or folder.
         path: PathBuf,
-        /// The part without a valid checksum.
-        part: FilePart,
+        /// The value found, and the value or limit expected.
+        reason: String,
     },
     /// A number is infinite or NaN, and
     /// [`Checkpoints::allow_non_finite`](crate::Checkpoints::allow_non_finite) is not set.
@@ -138,43 +105,6 @@ pub enum Error {
         tensor: String,
         /// The first such item of this tensor.
         item: usize,
-    },
-    /// A file belongs to another run, step or slot.
-    #[error(
-        "{}: the file is {}, not {}",
-        Printable(path.display()), Printable(found), Printable(expected)
-    )]
-    FileMismatch {
-        /// The file.
-        path: PathBuf,
-        /// Its slot, step and run.
-        found: String,
-        /// The slot, step and run in the index.
-        expected: String,
-    },
-    /// A checkpoint belongs to another run.
-    #[error(
-        "{}: this is a checkpoint of run {}, not of {}",
-        Printable(path.display()), Printable(found), Printable(expected)
-    )]
-    RunMismatch {
-        /// The checkpoint's folder.
-        path: PathBuf,
-        /// Its run.
-        found: String,
-        /// The expected run: [`Checkpoints::run`](crate::Checkpoints::run).
-        expected: String,
-    },
-    /// A checkpoint's folder is named after another step than the step in its index.
-    #[error(
-        "{}: the folder is named after another step than its checkpoint, which has step {step}",
-        Printable(path.display())
-    )]
-    Renamed {
-        /// The folder.
-        path: PathBuf,
-        /// The step in its index.
-        step: u64,
     },
     /// There are checkpoints, but no checkpoint can be used.
     #[error("no checkpoint in {} can be used: {}", Printable(path.display()), Reasons(skipped))]
@@ -213,40 +143,6 @@ pub enum Error {
         /// The folder of the checkpoint that was being written.
         path: PathBuf,
     },
-    /// The index lists a file that is not a shard in its folder, or lists one twice.
-    #[error(
-        "{}: {file:?} is listed twice, or is not a shard in this folder",
-        Printable(path.display())
-    )]
-    Listed {
-        /// The index.
-        path: PathBuf,
-        /// The name in the list.
-        file: String,
-    },
-    /// The length of a file differs from the length in the index.
-    #[error("{}: the file has {found} bytes, expected {expected}", Printable(path.display()))]
-    Length {
-        /// The file.
-        path: PathBuf,
-        /// Its length in bytes.
-        found: u64,
-        /// The length in the index.
-        expected: u64,
-    },
-    /// A file was given more or fewer tensors than its header describes.
-    #[error(
-        "{}: the header describes {expected} tensors, but {found} were written",
-        Printable(path.display())
-    )]
-    TensorCount {
-        /// The file.
-        path: PathBuf,
-        /// The number of tensors that were given.
-        found: usize,
-        /// The number of tensors in the header.
-        expected: usize,
-    },
     /// The header of a file cannot be read, or is too long to be written.
     #[error("{}: {cause}", Printable(path.display()))]
     Header {
@@ -254,27 +150,6 @@ pub enum Error {
         path: PathBuf,
         /// The error of the header.
         cause: fsdp_plan::Error,
-    },
-    /// The header of a file describes more or fewer bytes than there are.
-    #[error(
-        "{}: the header describes {described} bytes, but the file has {found}",
-        Printable(path.display())
-    )]
-    Extent {
-        /// The file.
-        path: PathBuf,
-        /// The length that the header describes.
-        described: u64,
-        /// The length of the file.
-        found: u64,
-    },
-    /// The name of a tensor is invalid in a checkpoint, or its items overflow.
-    #[error("{}: {key:?} is not {{kind}}/{{parameter}}@{{first item}}", Printable(path.display()))]
-    Key {
-        /// The file.
-        path: PathBuf,
-        /// The tensor's name.
-        key: String,
     },
     /// An optimizer's name for its state is invalid: it is used twice, is `model`, or contains a
     /// `/`.
@@ -303,45 +178,31 @@ pub enum Error {
         /// The number of the mesh's slots in this process.
         expected: usize,
     },
-    /// Another process loads or saves a checkpoint of another step.
-    #[error("{}: step {step} in this process, but step {other} in another one", Printable(path.display()))]
-    StepMismatch {
+    /// Processes save or load different checkpoints.
+    #[error("{}: {reason}", Printable(path.display()))]
+    ProcessesDiffer {
         /// The checkpoint's folder.
         path: PathBuf,
-        /// The step in this process.
-        step: u64,
-        /// The step in the other process.
-        other: u64,
-    },
-    /// Another process saves a checkpoint of another run:
-    /// [`Checkpoints::run`](crate::Checkpoints::run).
-    #[error(
-        "{}: the process of slot {slot} saves a checkpoint of another run",
-        Printable(path.display())
-    )]
-    RunsDiffer {
-        /// The checkpoint's folder.
-        path: PathBuf,
-        /// A slot of the other process.
-        slot: usize,
-    },
-    /// Another process loads a different checkpoint of the same step.
-    #[error(
-        "{}: the process of slot {slot} loads a different checkpoint of this step",
-        Printable(path.display())
-    )]
-    ContentMismatch {
-        /// The checkpoint's folder.
-        path: PathBuf,
-        /// A slot of the other process.
-        slot: usize,
+        /// The difference.
+        reason: String,
     },
 }
 
 impl Error {
+    /// Returns the error of a file that is not as it was written.
+    pub(crate) fn damaged(path: &Path, reason: impl Into<String>) -> Self {
+        Self::Damaged { path: path.to_owned(), reason: reason.into() }
+    }
+
+    /// Returns the error of a file or folder that does not belong here.
+    pub(crate) fn unsuitable(path: &Path, reason: impl Into<String>) -> Self {
+        Self::Unsuitable { path: path.to_owned(), reason: reason.into() }
+    }
+
     /// Returns the error of two processes with different steps.
     pub(crate) fn step_mismatch(path: &Path, step: u64, other: u64) -> Self {
-        Self::StepMismatch { path: path.to_owned(), step, other }
+        let reason = format!("step {step} in this process, but step {other} in another one");
+        Self::ProcessesDiffer { path: path.to_owned(), reason }
     }
 
     /// Returns the error of a safetensors header.
@@ -383,12 +244,7 @@ mod tests {
 
     #[test]
     fn every_unusable_checkpoint_is_named_once() {
-        let damaged = Error::Checksum {
-            path: "run/step-8/index.json".into(),
-            part: FilePart::Index,
-            expected: 1,
-            found: 2,
-        };
+        let damaged = Error::damaged("run/step-8/index.json".as_ref(), "the index is damaged");
         let failed = Error::OtherProcess { slot: 3, reason: "no such file".into() };
         let left = Error::NoUsableCheckpoint {
             path: "run".into(),
@@ -396,9 +252,8 @@ mod tests {
         };
         assert_eq!(
             left.to_string(),
-            "no checkpoint in run can be used: run/step-8/index.json: the index is damaged, its \
-             checksum is 00000002 instead of 00000001; run/step-4: the process of slot 3 failed: no \
-             such file"
+            "no checkpoint in run can be used: run/step-8/index.json: the index is damaged; \
+             run/step-4: the process of slot 3 failed: no such file"
         );
     }
 
@@ -407,19 +262,14 @@ mod tests {
         let red = "\u{1b}[31mred\n";
         let path = || PathBuf::from(red);
         let text = || red.to_owned();
-        let part = || FilePart::Tensor(text());
         let json = serde_json::from_str::<Vec<u8>>("[\"\u{9b}2J\"]").unwrap_err();
         for error in [
             Error::Io { path: path(), cause: io::ErrorKind::NotFound.into() },
             Error::Json { path: path(), cause: json },
-            Error::NoChecksum { path: path(), part: part() },
-            Error::Checksum { path: path(), part: part(), expected: 1, found: 2 },
+            Error::damaged(&path(), red),
+            Error::unsuitable(&path(), red),
             Error::NotFinite { path: path(), tensor: text(), item: 0 },
-            Error::FileMismatch { path: path(), found: text(), expected: text() },
-            Error::RunMismatch { path: path(), found: text(), expected: text() },
             Error::Locked { path: path(), holder: text() },
-            Error::Listed { path: path(), file: text() },
-            Error::Key { path: path(), key: text() },
             Error::NoUsableCheckpoint {
                 path: path(),
                 skipped: vec![skipped(red, Error::Lost { path: path() })],

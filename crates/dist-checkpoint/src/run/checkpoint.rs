@@ -79,9 +79,9 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// [`Error::Checksum`] or [`Error::NotFinite`] for the first damaged tensor, [`Error::Io`] if a
+    /// [`Error::Damaged`] or [`Error::NotFinite`] for the first damaged tensor, [`Error::Io`] if a
     /// file cannot be read.
-    pub fn verify(&self) -> Result<()> {
+    pub(super) fn verify(&self) -> Result<()> {
         self.pieces.values().flatten().try_for_each(|piece| piece.verify(self.values))
     }
 
@@ -157,7 +157,7 @@ impl Checkpoint {
     /// # Errors
     ///
     /// [`ParameterError::Unknown`], [`ParameterError::Missing`], [`ParameterError::Shape`];
-    /// [`Error::StepMismatch`] or [`Error::ContentMismatch`] if another process reads a different
+    /// [`Error::ProcessesDiffer`] if another process reads a different
     /// checkpoint, and [`Error::OtherProcess`] if it fails.
     pub fn check_fits(
         &self,
@@ -170,7 +170,12 @@ impl Checkpoint {
         }
         match mesh.find_mismatch(self.checksum.get().into())? {
             None => Ok(()),
-            Some((slot, _)) => Err(Error::ContentMismatch { path: self.path.clone(), slot }),
+            Some((slot, _)) => {
+                let path = self.path.clone();
+                let reason =
+                    format!("the process of slot {slot} loads a different checkpoint of this step");
+                Err(Error::ProcessesDiffer { path, reason })
+            }
         }
     }
 
@@ -192,7 +197,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// [`ParameterError::Incomplete`] if an item is missing, [`Error::Checksum`],
+    /// [`ParameterError::Incomplete`] if an item is missing, [`Error::Damaged`],
     /// [`Error::NotFinite`] or [`Error::Io`] if the items cannot be read.
     pub fn items(&self, key: TensorKey<'_>, len: usize) -> Result<Tensor> {
         let pieces = self.pieces(key)?;

@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use crate::{
-    error::{Error, Result, file_part::FilePart},
-    safetensors::checksum::Checksum,
+    error::{Result, file_part::FilePart},
+    safetensors::{checksum::Checksum, stored},
 };
 
 const BEGIN: &[u8] = b",\n  \"checksum\": \"";
@@ -22,22 +22,12 @@ pub fn add(mut text: Vec<u8>) -> Vec<u8> {
 ///
 /// # Errors
 ///
-/// [`Error::NoChecksum`], [`Error::Checksum`].
+/// [`Error::Damaged`](crate::Error::Damaged).
 pub fn check(path: &Path, text: &[u8]) -> Result<()> {
     let Some((covered_text, expected)) = split(text) else {
-        let path = path.to_owned();
-        return Err(Error::NoChecksum { path, part: FilePart::Index });
+        return Err(stored::without_checksum(path, &FilePart::Index));
     };
-    let found = Checksum::compute(covered_text);
-    if found == expected {
-        return Ok(());
-    }
-    Err(Error::Checksum {
-        path: path.to_owned(),
-        part: FilePart::Index,
-        expected: expected.get(),
-        found: found.get(),
-    })
+    stored::check(path, expected, Checksum::compute(covered_text), || FilePart::Index)
 }
 
 /// Splits a text into the part that the checksum covers and the checksum.

@@ -89,8 +89,9 @@ impl Index {
         let found = text.len() as u64;
         // An unreadable index must not replace an older checkpoint.
         if found > MAX_BYTES {
-            let path = path.to_owned();
-            return Err(Error::IndexTooLong { path, found, max: MAX_BYTES });
+            let reason =
+                format!("the index has {found} bytes, more than the maximum of {MAX_BYTES}");
+            return Err(Error::unsuitable(path, reason));
         }
         // Parsing also rejects a state that is nested too deeply.
         Self::parse(path, &text)?;
@@ -117,11 +118,9 @@ impl Index {
         let VersionField { format_version } =
             serde_json::from_slice(text).map_err(|cause| json_error(path, cause))?;
         if format_version != FORMAT_VERSION {
-            return Err(Error::FormatVersion {
-                path: path.to_owned(),
-                found: format_version,
-                supported: FORMAT_VERSION,
-            });
+            let reason =
+                format!("format version {format_version} is not supported, only {FORMAT_VERSION}");
+            return Err(Error::unsuitable(path, reason));
         }
         footer::check(path, text)?;
         let index: Self = serde_json::from_slice(text).map_err(|cause| json_error(path, cause))?;
@@ -140,7 +139,8 @@ impl Index {
         let mut names = BTreeSet::new();
         for IndexedFile { name, .. } in &self.files {
             if !shard::is_name(name) || !names.insert(name) {
-                return Err(Error::Listed { path: path.to_owned(), file: name.clone() });
+                let reason = format!("{name:?} is listed twice, or is not a shard in this folder");
+                return Err(Error::unsuitable(path, reason));
             }
         }
         Ok(())
@@ -182,8 +182,8 @@ mod tests {
         let path = folder.path().join(INDEX);
         let state = Value::String("x".repeat(usize::try_from(MAX_BYTES).unwrap()));
         let error = index(state).write(&path).unwrap_err();
-        let Error::IndexTooLong { found, max, .. } = error else { panic!("{error}") };
-        assert!(found > max && !path.exists());
+        assert!(error.to_string().contains(&format!("the maximum of {MAX_BYTES}")), "{error}");
+        assert!(!path.exists());
     }
 
     #[test]

@@ -295,7 +295,7 @@ impl Checkpoints {
     /// [`Error::Exists`] if there is a complete checkpoint of this step, [`Error::NotFinite`] if a
     /// tensor has an infinite number or NaN, [`Error::Slots`] if `tensors` belong to another mesh,
     /// [`Error::Json`] if JSON cannot represent `state`, the errors of [`lock`](Self::lock),
-    /// [`Error::StepMismatch`], [`Error::RunsDiffer`] or [`Error::NotShared`] if processes do not
+    /// [`Error::ProcessesDiffer`] or [`Error::NotShared`] if processes do not
     /// write the same checkpoint, [`Error::Io`] with the path and the system's error. Earlier
     /// checkpoints stay unchanged.
     pub fn save(
@@ -313,11 +313,10 @@ impl Checkpoints {
     fn open(&self, path: &Path) -> Result<Checkpoint> {
         let checkpoint = Checkpoint::open(path)?.with_values(self.values);
         match (&self.run, checkpoint.run()) {
-            (Some(expected), Some(found)) if found != expected => Err(Error::RunMismatch {
-                path: path.to_owned(),
-                found: found.to_owned(),
-                expected: expected.clone(),
-            }),
+            (Some(expected), Some(found)) if found != expected => {
+                let reason = format!("this is a checkpoint of run {found}, not of {expected}");
+                Err(Error::unsuitable(path, reason))
+            }
             _ => Ok(checkpoint),
         }
     }

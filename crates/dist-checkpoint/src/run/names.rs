@@ -34,10 +34,12 @@ pub(super) fn moved_name(step: u64, writer_id: u64) -> String {
 ///
 /// # Errors
 ///
-/// [`Error::Renamed`].
+/// [`Error::Unsuitable`].
 pub(super) fn check_step(path: &Path, step: u64) -> Result<()> {
     match folder_name(path).and_then(parse_name) {
-        Some(other) if other != step => Err(Error::Renamed { path: path.to_owned(), step }),
+        Some(other) if other != step => {
+            Err(Error::unsuitable(path, format!("the folder has the checkpoint of step {step}")))
+        }
         _ => Ok(()),
     }
 }
@@ -139,6 +141,6 @@ mod tests {
             assert!(check_step(Path::new(path), 4).is_ok(), "{path}");
         }
         let renamed = check_step(Path::new("runs/step-0000000008"), 4);
-        assert!(matches!(renamed, Err(Error::Renamed { step: 4, .. })));
+        assert!(matches!(renamed, Err(Error::Unsuitable { .. })));
     }
 }

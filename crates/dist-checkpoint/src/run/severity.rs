@@ -25,11 +25,7 @@ impl Severity {
         match error {
             Error::Io { cause, .. } => io_severity(cause.kind()),
             Error::Header { cause, .. } if is_unreadable(cause) => Self::Transient,
-            Error::Header { .. }
-            | Error::Checksum { .. }
-            | Error::NoChecksum { .. }
-            | Error::Length { .. }
-            | Error::Extent { .. } => Self::Damage,
+            Error::Header { .. } | Error::Damaged { .. } => Self::Damage,
             // The text is truncated or not JSON. Other data may belong to another program.
             Error::Json { cause, .. } if cause.is_eof() || cause.is_syntax() => Self::Damage,
             _ => Self::Other,
@@ -77,12 +73,10 @@ mod tests {
 
     #[test]
     fn foreign_checkpoints_are_not_damage() {
-        let path = || "step-0000000004".into();
-        let run = Error::RunMismatch { path: path(), found: "a".into(), expected: "b".into() };
-        let version = Error::FormatVersion { path: path(), found: 2, supported: 1 };
+        let path = std::path::Path::new("step-0000000004");
         let cause = serde_json::from_str::<u8>("\"text\"").unwrap_err();
-        let other_type = Error::Json { path: path(), cause };
-        for error in [run, version, other_type, Error::Renamed { path: path(), step: 4 }] {
+        let other_type = Error::Json { path: path.into(), cause };
+        for error in [Error::unsuitable(path, "of another run"), other_type] {
             assert_eq!(Severity::from_error(&error), Severity::Other);
         }
     }

@@ -76,7 +76,12 @@ impl<'a> CheckpointWriter<'a> {
         }
         match self.mesh.find_mismatch(run_number)? {
             None => Ok(()),
-            Some((slot, _)) => Err(Error::RunsDiffer { path: self.final_path.clone(), slot }),
+            Some((slot, _)) => {
+                let path = self.final_path.clone();
+                let reason =
+                    format!("the process of slot {slot} saves a checkpoint of another run");
+                Err(Error::ProcessesDiffer { path, reason })
+            }
         }
     }
 

@@ -43,7 +43,7 @@ impl StoredItems {
     ///
     /// # Errors
     ///
-    /// [`ParameterError::UnknownDtype`] if candle cannot hold them, [`Error::NoChecksum`] if their
+    /// [`ParameterError::UnknownDtype`] if candle cannot hold them, [`Error::Damaged`] if their
     /// checksums are malformed.
     pub(crate) fn new(
         file: &Arc<Path>,
@@ -72,7 +72,7 @@ impl StoredItems {
     ///
     /// # Errors
     ///
-    /// [`Error::NoChecksum`] without checksums.
+    /// [`Error::Damaged`] without checksums.
     pub(crate) fn require_checksums(&self) -> Result<()> {
         match self.checksums {
             Some(_) => Ok(()),
@@ -104,7 +104,7 @@ impl StoredItems {
     ///
     /// # Errors
     ///
-    /// [`Error::Io`] if the file cannot be read, [`Error::Checksum`] if it is damaged,
+    /// [`Error::Io`] if the file cannot be read, [`Error::Damaged`],
     /// [`Error::NotFinite`] if the blocks contain a number that `values` rejects.
     pub(crate) fn read(&self, items: Range<usize>, values: AllowedValues) -> Result<Tensor> {
         let size = self.dtype.size_in_bytes();
@@ -184,7 +184,7 @@ impl StoredItems {
 ///
 /// # Errors
 ///
-/// [`Error::Checksum`].
+/// [`Error::Damaged`].
 pub(crate) fn check(
     path: &Path,
     expected: Checksum,
@@ -194,16 +194,18 @@ pub(crate) fn check(
     if found == expected {
         return Ok(());
     }
-    Err(Error::Checksum {
-        path: path.to_owned(),
-        part: part(),
-        expected: expected.get(),
-        found: found.get(),
-    })
+    let part = part();
+    let reason = format!("{part} is damaged, its checksum is {found} instead of {expected}");
+    Err(Error::damaged(path, reason))
+}
+
+/// Returns the error of a part with no checksum, or too many.
+pub(crate) fn without_checksum(path: &Path, part: &FilePart) -> Error {
+    Error::damaged(path, format!("{part} has missing or extra checksums"))
 }
 
 fn no_checksum(path: &Path, tensor: &str) -> Error {
-    Error::NoChecksum { path: path.to_owned(), part: FilePart::Tensor(tensor.to_owned()) }
+    without_checksum(path, &FilePart::Tensor(tensor.to_owned()))
 }
 
 /// Reads the header of a file, checks its checksum if it has one, and checks the length of the
@@ -211,8 +213,7 @@ fn no_checksum(path: &Path, tensor: &str) -> Error {
 ///
 /// # Errors
 ///
-/// [`Error::Io`], [`Error::Header`], [`Error::Checksum`], [`Error::NoChecksum`] or
-/// [`Error::Extent`].
+/// [`Error::Io`], [`Error::Header`] or [`Error::Damaged`].
 pub(crate) fn header(path: &Path) -> Result<SafetensorsHeader> {
     let found = check_file(path).at(path)?.len();
     let (header, bytes) = parse(path, File::open(path).at(path)?)?;
@@ -252,7 +253,7 @@ impl<R: Read> Read for RecordingReader<R> {
 
 /// Checks the header's own checksum. Files of other writers have none.
 fn check_header(path: &Path, metadata: &BTreeMap<String, String>, bytes: Vec<u8>) -> Result<()> {
-    let malformed = || Error::NoChecksum { path: path.to_owned(), part: FilePart::Header };
+    let malformed = || without_checksum(path, &FilePart::Header);
     let Some(digits) = metadata.get(HEADER_KEY) else {
         let has_others = metadata.keys().any(|key| key.starts_with(HEADER_KEY));
         return if has_others { Err(malformed()) } else { Ok(()) };
@@ -275,13 +276,14 @@ pub(crate) fn header_checksum(mut bytes: Vec<u8>, stored: Checksum) -> Option<Ch
 ///
 /// # Errors
 ///
-/// [`Error::Extent`].
+/// [`Error::Damaged`].
 pub(crate) fn check_extent(path: &Path, header: &SafetensorsHeader, found: u64) -> Result<()> {
     let described = header.file_len();
     if described == found {
         return Ok(());
     }
-    Err(Error::Extent { path: path.to_owned(), described, found })
+    let reason = format!("the header describes {described} bytes, but the file has {found}");
+    Err(Error::damaged(path, reason))
 }
 
 /// The alignment of the start and end of headers, so that tensors are aligned.
@@ -317,7 +319,7 @@ mod tests {
             fs::write(&path, header_bytes(json.as_bytes(), &path).unwrap()).unwrap();
             let found = header(&path);
             assert_eq!(found.is_ok(), is_valid, "{metadata}");
-            assert!(matches!(found, Ok(_) | Err(Error::NoChecksum { .. })), "{metadata}");
+            assert!(matches!(found, Ok(_) | Err(Error::Damaged { .. })), "{metadata}");
         }
     }
 }

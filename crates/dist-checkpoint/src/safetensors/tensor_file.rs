@@ -56,21 +56,7 @@ impl TensorInfo {
 
     /// Sorts tensors as a file needs them: wide dtypes first, so that all are aligned. Tensors of
     /// one dtype keep their order.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use candle_core::{DType, Device, Tensor};
-    /// use dist_checkpoint::TensorInfo;
-    ///
-    /// let half = Tensor::zeros(3, DType::BF16, &Device::Cpu)?;
-    /// let single = half.to_dtype(DType::F32)?;
-    /// let mut tensors = [TensorInfo::new("half", &half), TensorInfo::new("single", &single)];
-    /// TensorInfo::sort(&mut tensors);
-    /// assert_eq!(tensors[0].name, "single");
-    /// # Ok::<(), candle_core::Error>(())
-    /// ```
-    pub fn sort(tensors: &mut [Self]) {
+    pub(crate) fn sort(tensors: &mut [Self]) {
         tensors.sort_by_key(|info| Reverse(Dtype::from(info.dtype)));
     }
 
@@ -131,8 +117,8 @@ impl<W: Write + Seek> TensorFile<W> {
     /// Writes the header of a file of these tensors to `out`, which is the file at `path`. The
     /// checksums are zeros until the file is finished.
     ///
-    /// The items must follow in this order. Readers map files into memory, so
-    /// [sort](TensorInfo::sort) the tensors first, or some are not aligned.
+    /// The items must follow in this order. Readers map files into memory: tensors are aligned if
+    /// those of larger dtypes come first.
     ///
     /// # Errors
     ///
@@ -166,7 +152,7 @@ impl<W: Write + Seek> TensorFile<W> {
     ///
     /// # Errors
     ///
-    /// [`Error::TensorCount`] if all tensors are written already, [`ParameterError::Shape`] or
+    /// [`Error::Unsuitable`] if all tensors are written already, [`ParameterError::Shape`] or
     /// [`ParameterError::Dtype`] if it is not the next tensor, [`Error::NotFinite`], [`Error::Io`].
     pub fn write(&mut self, tensor: &Tensor) -> Result<()> {
         let Some((info, _)) = self.header.tensors.get(self.n_written) else {
@@ -195,7 +181,7 @@ impl<W: Write + Seek> TensorFile<W> {
     ///
     /// # Errors
     ///
-    /// [`Error::TensorCount`] if tensors are missing, [`Error::Io`].
+    /// [`Error::Unsuitable`] if tensors are missing, [`Error::Io`].
     pub fn finish(self) -> Result<W> {
         Ok(self.finish_described()?.0)
     }
@@ -217,7 +203,8 @@ impl<W: Write + Seek> TensorFile<W> {
 
     fn count_error(&self, found: usize) -> Error {
         let expected = self.header.tensors.len();
-        Error::TensorCount { path: self.path.clone(), found, expected }
+        let reason = format!("the header describes {expected} tensors, but {found} were written");
+        Error::unsuitable(&self.path, reason)
     }
 }
 
@@ -453,7 +440,7 @@ mod tests {
             assert_eq!(create().write(&tensor).is_ok(), is_announced, "{len} of {dtype:?}");
         }
         let counted = create().finish();
-        assert!(matches!(counted, Err(Error::TensorCount { found: 0, expected: 1, .. })));
+        assert!(matches!(counted, Err(Error::Unsuitable { .. })));
     }
 
     #[test]

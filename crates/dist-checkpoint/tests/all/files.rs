@@ -3,7 +3,7 @@
 use std::{fs, path::Path};
 
 use candle_core::{DType, Device, Tensor};
-use dist_checkpoint::{Checkpoint, Checkpoints, Error, FilePart, ParameterError};
+use dist_checkpoint::{Checkpoint, Checkpoints, Error, ParameterError};
 use pmap_mesh::DeviceMesh;
 
 use crate::run::{Run, saved};
@@ -38,11 +38,12 @@ fn incomplete_folders_are_not_checkpoints() {
     let bytes = fs::read(&shard).unwrap();
     for torn in [&bytes[..bytes.len() - 1], &bytes[..4], &[], &[&bytes[..], b"x"].concat()[..]] {
         fs::write(&shard, torn).unwrap();
-        let Error::Length { path, found, expected } = open_error(fourth.path()) else {
-            panic!("a file of another length must give a length error")
-        };
-        assert_eq!((&path, found), (&shard, torn.len() as u64));
-        assert_eq!(expected, bytes.len() as u64);
+        let error = open_error(fourth.path());
+        let expected = format!("the file has {} bytes, expected {}", torn.len(), bytes.len());
+        assert!(
+            matches!(&error, Error::Damaged { path, reason } if *path == shard && *reason == expected),
+            "{error}"
+        );
         assert_eq!(newest(), Some(1));
     }
     let mut hostile = bytes.clone();
@@ -65,17 +66,17 @@ fn incomplete_folders_are_not_checkpoints() {
     for other in [r#"{"format_version": 2, "tensors": []}"#, &other_number] {
         fs::write(&index, other).unwrap();
         let error = open_error(fourth.path());
-        assert!(matches!(error, Error::FormatVersion { found: 2, supported: 1, .. }));
+        assert!(matches!(error, Error::Unsuitable { .. }));
         let message = error.to_string();
         assert!(message.ends_with("format version 2 is not supported, only 1"), "{message}");
     }
     // Edit the index, then remove its checksum.
     fs::write(&index, text.replace("\"step\": 4", "\"step\": 5")).unwrap();
     let edited = open_error(fourth.path());
-    assert!(matches!(&edited, Error::Checksum { part: FilePart::Index, .. }), "{edited}");
+    assert!(edited.to_string().contains("the index is damaged"), "{edited}");
     fs::write(&index, format!("{text}\n")).unwrap();
     let edited = open_error(fourth.path());
-    assert!(matches!(edited, Error::NoChecksum { part: FilePart::Index, .. }));
+    assert!(edited.to_string().ends_with("the index has missing or extra checksums"), "{edited}");
 }
 
 #[test]
@@ -169,16 +170,17 @@ fn hostile_indexes_are_rejected() {
     fs::write(folder.path().join("shard-.safetensors"), b"outside").unwrap();
     for name in ["../shard-.safetensors", "/etc/hosts", "index.json"] {
         edit_index(&checkpoint, |index| index["files"][0]["name"] = name.into());
-        assert!(
-            matches!(open_error(checkpoint.path()), Error::Listed { path, file } if path == index && file == name)
-        );
+        let error = open_error(checkpoint.path());
+        assert!(matches!(&error, Error::Unsuitable { path, .. } if *path == index), "{error}");
+        assert!(error.to_string().contains(&format!("{name:?} is listed twice, or")), "{error}");
     }
     edit_index(&checkpoint, |index| {
         index["files"][0]["name"] = SHARD.into();
         let first = index["files"][0].clone();
         index["files"].as_array_mut().unwrap().push(first);
     });
-    assert!(matches!(open_error(checkpoint.path()), Error::Listed { file, .. } if file == SHARD));
+    let error = open_error(checkpoint.path()).to_string();
+    assert!(error.contains(&format!("{SHARD:?} is listed twice, or")), "{error}");
     edit_index(&checkpoint, |index| {
         index["files"].as_array_mut().unwrap().truncate(1);
         index["files"][0].as_object_mut().unwrap().remove("header");
@@ -196,14 +198,14 @@ fn hostile_headers_are_rejected() {
     // An invalid name, and items that overflow.
     for name in ["weight", "model/weight", &format!("model/weight@{}", usize::MAX)] {
         replace_shard(&checkpoint, &file(name));
-        assert!(matches!(open_error(checkpoint.path()), Error::Key { key, .. } if key == name));
+        let error = open_error(checkpoint.path()).to_string();
+        assert!(error.contains(&format!("{name:?} is not {{kind}}")), "{error}");
     }
     let whole = file("model/weight@0");
     replace_shard(&checkpoint, &whole[..whole.len() - 4]);
-    let Error::Extent { described, found, .. } = open_error(checkpoint.path()) else {
-        panic!("a file that ends too early must give an extent error")
-    };
-    assert_eq!((described, found), (whole.len() as u64, whole.len() as u64 - 4));
+    let error = open_error(checkpoint.path());
+    let expected = format!("describes {} bytes, but the file has {}", whole.len(), whole.len() - 4);
+    assert!(error.to_string().ends_with(&expected), "{error}");
     // A dtype that candle does not have.
     let complex = safetensors::tensor::TensorView::new(safetensors::Dtype::C64, vec![2], &[0; 16]);
     replace_shard(&checkpoint, &shard(vec![("model/weight@0", complex.unwrap())]));
@@ -215,8 +217,8 @@ fn hostile_headers_are_rejected() {
     let without = safetensors::serialize([("model/weight@0", &tensor)], None).unwrap();
     replace_shard(&checkpoint, &without);
     let error = open_error(checkpoint.path());
-    let Error::NoChecksum { part: FilePart::Tensor(name), .. } = &error else { panic!("{error}") };
-    assert_eq!(name, "model/weight@0");
+    let expected = "tensor model/weight@0 has missing or extra checksums";
+    assert!(error.to_string().ends_with(expected), "{error}");
 }
 
 #[test]

@@ -34,7 +34,7 @@ pub(in crate::run) struct ExpectedFile {
 ///
 /// # Errors
 ///
-/// [`Error::Length`], [`Error::Extent`], [`Error::Io`] and the errors of [`parse`].
+/// [`Error::Damaged`], [`Error::Io`] and the errors of [`parse`].
 pub(in crate::run) fn open(
     path: &Path,
     expected: &ExpectedFile,
@@ -42,7 +42,8 @@ pub(in crate::run) fn open(
     let found = check_file(path).at(path)?.len();
     if found != expected.bytes {
         let expected = expected.bytes;
-        return Err(Error::Length { path: path.to_owned(), found, expected });
+        let reason = format!("the file has {found} bytes, expected {expected}");
+        return Err(Error::damaged(path, reason));
     }
     let (header, pieces) = parse(path, File::open(path).at(path)?, expected)?;
     stored::check_extent(path, &header, found)?;
@@ -53,8 +54,7 @@ pub(in crate::run) fn open(
 ///
 /// # Errors
 ///
-/// [`Error::Header`], [`Error::FileMismatch`], [`Error::Checksum`],
-/// [`Error::NoChecksum`], [`Error::Key`] and
+/// [`Error::Header`], [`Error::Damaged`], [`Error::Unsuitable`] and
 /// [`ParameterError::UnknownDtype`](crate::ParameterError::UnknownDtype).
 pub(in crate::run) fn parse(
     path: &Path,
@@ -79,11 +79,9 @@ fn check_origin(
     expected: &FileOrigin,
 ) -> Result<()> {
     match FileOrigin::from_texts(texts) {
-        Some(found) if found != *expected => Err(Error::FileMismatch {
-            path: path.to_owned(),
-            found: found.to_string(),
-            expected: expected.to_string(),
-        }),
+        Some(found) if found != *expected => {
+            Err(Error::unsuitable(path, format!("the file is {found}, not {expected}")))
+        }
         // A header without an origin has another checksum too.
         _ => Ok(()),
     }
@@ -106,8 +104,9 @@ impl TensorPiece {
         texts: &BTreeMap<String, String>,
     ) -> Result<(ParameterAndKind, Self)> {
         let Some((key, len)) = checked_range(tensor) else {
-            let key = tensor.info.name().to_owned();
-            return Err(Error::Key { path: file.to_path_buf(), key });
+            let name = tensor.info.name();
+            let reason = format!("{name:?} is not {{kind}}/{{parameter}}@{{first item}}");
+            return Err(Error::unsuitable(file, reason));
         };
         let stored = StoredItems::new(file, tensor, texts)?;
         stored.require_checksums()?;
@@ -129,7 +128,7 @@ impl TensorPiece {
     ///
     /// # Errors
     ///
-    /// [`Error::Checksum`], [`Error::NotFinite`], [`Error::Io`].
+    /// [`Error::Damaged`], [`Error::NotFinite`], [`Error::Io`].
     pub(in crate::run) fn read(
         &self,
         items: Range<usize>,
