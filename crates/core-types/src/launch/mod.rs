@@ -89,12 +89,11 @@ impl LaunchEnv {
     ///
     /// # Errors
     ///
-    /// - [`Error::VariableNotUnicode`], [`Error::VariableUnreadable`] for an invalid value. An
-    ///   empty value is an error, too: `RANK=$UNSET` must not make every process the only one.
+    /// - [`Error::VariableInvalid`] for a value that is no number, and for a world size, rank, local
+    ///   size or local rank out of range. An empty value is an error, too: `RANK=$UNSET` must not
+    ///   make every process the only one.
     /// - [`Error::VariableMissing`] for a rank without a size, a size without a rank, or a local
     ///   rank or size without both.
-    /// - [`Error::SizeVariableOutOfRange`], [`Error::RankVariableOutOfRange`] if the world size,
-    ///   the rank, the local size or the local rank is out of range.
     /// - [`Error::LaunchersDisagree`] if launchers disagree and the rules above do not allow it.
     ///
     /// # Examples

@@ -2,9 +2,9 @@
 
 use super::{
     claim::LaunchClaim,
-    error::{Error, Result},
+    error::Result,
     launcher::Launcher,
-    vars::{LaunchVars, NamedNumber, parse},
+    vars::{LaunchVars, NamedNumber, invalid, parse},
 };
 
 /// Largest id of a step that `srun` started; larger ids are batch scripts, shells of `salloc` and
@@ -56,11 +56,7 @@ fn local_size(vars: &LaunchVars<'_>) -> Result<Option<NamedNumber>> {
         return Ok(None);
     };
     let Some(runs) = parse_runs(&text) else {
-        return Err(Error::VariableUnreadable {
-            name,
-            value: text,
-            expected: EXPECTED_TASKS_PER_NODE,
-        });
+        return Err(invalid(name, text, EXPECTED_TASKS_PER_NODE));
     };
     let own_run = runs.into_iter().find(|&(_, end)| node.value < end);
     Ok(own_run.map(|(n_tasks, _)| NamedNumber { name, value: n_tasks }))

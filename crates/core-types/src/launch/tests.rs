@@ -162,13 +162,8 @@ fn matching_incomplete_pairs_are_accepted() {
 #[test]
 fn non_numeric_values_are_rejected() {
     for value in ["", "abc", "-1", "+1", "1.0", "0x1", "18446744073709551616"] {
-        for vars in [format!("RANK={value} WORLD_SIZE=2"), format!("RANK={value}")] {
-            let expected = Error::VariableUnreadable {
-                name: "RANK",
-                value: value.into(),
-                expected: WHOLE_NUMBER,
-            };
-            assert_eq!(outcome(&vars), Err(expected));
+        for shell in [format!("RANK={value} WORLD_SIZE=2"), format!("RANK={value}")] {
+            assert_eq!(outcome(&shell), Err(vars::invalid("RANK", value, WHOLE_NUMBER)));
         }
     }
     check(&[(
@@ -185,10 +180,9 @@ fn invalid_unicode_is_refused() {
     let value = OsString::from_vec(vec![b'1', 0xff]);
     for name in ["RANK", "TORCHELASTIC_RUN_ID", "PMI_SIZE", "SLURM_STEP_ID"] {
         let error = from_lookup(&|wanted| (wanted == name).then(|| value.clone())).unwrap_err();
-        assert_eq!(error, Error::VariableNotUnicode { name, value: value.clone() });
         assert_eq!(
             error.to_string(),
-            format!("environment variable {name} is \"1\\xFF\", which is not Unicode")
+            format!("environment variable {name} is \"1\\xFF\", it must be Unicode")
         );
     }
 }
@@ -198,35 +192,35 @@ fn ranks_out_of_range_are_refused() {
     check(&[
         (
             "RANK=4 WORLD_SIZE=4",
-            "environment variable RANK is 4, it must be below WORLD_SIZE, which is 4",
+            "environment variable RANK is \"4\", it must be below WORLD_SIZE, which is 4",
         ),
         (
             "RANK=0 WORLD_SIZE=0",
-            "environment variable WORLD_SIZE is 0, it must be from 1 to 1048576",
+            "environment variable WORLD_SIZE is \"0\", it must be from 1 to 1048576",
         ),
         (
             "RANK=0 WORLD_SIZE=1048577",
-            "environment variable WORLD_SIZE is 1048577, it must be from 1 to 1048576",
+            "environment variable WORLD_SIZE is \"1048577\", it must be from 1 to 1048576",
         ),
         (
             "PMI_RANK=9 PMI_SIZE=4",
-            "environment variable PMI_RANK is 9, it must be below PMI_SIZE, which is 4",
+            "environment variable PMI_RANK is \"9\", it must be below PMI_SIZE, which is 4",
         ),
         (
             "SLURM_STEP_ID=0 SLURM_PROCID=4 SLURM_NTASKS=4",
-            "environment variable SLURM_PROCID is 4, it must be below SLURM_NTASKS, which is 4",
+            "environment variable SLURM_PROCID is \"4\", it must be below SLURM_NTASKS, which is 4",
         ),
         (
             "RANK=0 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2",
-            "environment variable LOCAL_RANK is 2, it must be below LOCAL_WORLD_SIZE, which is 2",
+            "environment variable LOCAL_RANK is \"2\", it must be below LOCAL_WORLD_SIZE, which is 2",
         ),
         (
             "RANK=0 WORLD_SIZE=4 LOCAL_RANK=4",
-            "environment variable LOCAL_RANK is 4, it must be below WORLD_SIZE, which is 4",
+            "environment variable LOCAL_RANK is \"4\", it must be below WORLD_SIZE, which is 4",
         ),
         (
             "RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=8",
-            "environment variable LOCAL_WORLD_SIZE is 8, it must be from 1 to 4",
+            "environment variable LOCAL_WORLD_SIZE is \"8\", it must be from 1 to 4",
         ),
     ]);
 }

@@ -16,7 +16,7 @@ impl LaunchVars<'_> {
         match (self.0)(name).map(OsString::into_string) {
             None => Ok(None),
             Some(Ok(text)) => Ok(Some(text)),
-            Some(Err(value)) => Err(Error::VariableNotUnicode { name, value }),
+            Some(Err(value)) => Err(invalid(name, value, "Unicode")),
         }
     }
 
@@ -25,7 +25,7 @@ impl LaunchVars<'_> {
         let Some(text) = self.text(name)? else { return Ok(None) };
         match parse(&text) {
             Some(value) => Ok(Some(NamedNumber { name, value })),
-            None => Err(Error::VariableUnreadable { name, value: text, expected: WHOLE_NUMBER }),
+            None => Err(invalid(name, text, WHOLE_NUMBER)),
         }
     }
 }
@@ -42,7 +42,7 @@ impl NamedNumber {
     pub(super) fn to_world_size(self, max: WorldSize) -> Result<WorldSize> {
         match WorldSize::new(self.value) {
             Ok(size) if size <= max => Ok(size),
-            _ => Err(Error::SizeVariableOutOfRange { name: self.name, value: self.value, max }),
+            _ => Err(self.out_of_range(format!("from 1 to {max}"))),
         }
     }
 
@@ -52,13 +52,21 @@ impl NamedNumber {
         if self.value < size.value {
             return Ok(Rank::in_world(self.value));
         }
-        Err(Error::RankVariableOutOfRange {
-            name: self.name,
-            rank: self.value,
-            size_name: size.name,
-            size: size.value,
-        })
+        Err(self.out_of_range(format!("below {}, which is {}", size.name, size.value)))
     }
+
+    fn out_of_range(self, expected: String) -> Error {
+        invalid(self.name, self.value.to_string(), expected)
+    }
+}
+
+/// Returns the error of a variable that is not as `expected`.
+pub(super) fn invalid(
+    name: &'static str,
+    value: impl Into<OsString>,
+    expected: impl Into<String>,
+) -> Error {
+    Error::VariableInvalid { name, value: value.into(), expected: expected.into() }
 }
 
 /// Parses a number without a sign. Rust would also accept `+3`, which no launcher writes.
