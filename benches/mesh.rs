@@ -1,6 +1,6 @@
 //! Parallel calls and training steps on a mesh, compared with the same work in plain candle.
 
-use std::{hint::black_box, thread, time::Duration};
+use std::{hint::black_box, time::Duration};
 
 use benches::n_items;
 use candle_core::{DType, Device, Tensor};
@@ -26,33 +26,6 @@ fn call(c: &mut Criterion) -> Outcome {
         });
     }
     group.bench_function("plain_candle", |b| b.iter(|| x.neg()));
-    group.finish();
-    Ok(())
-}
-
-/// Times a chain of matrix products, parallel over the batch.
-fn matmul(c: &mut Criterion) -> Outcome {
-    const SIZE: usize = 256;
-    let x = Tensor::ones((2 * SIZE, SIZE), DType::F32, &Device::Cpu)?;
-    let w = (Tensor::ones((SIZE, SIZE), DType::F32, &Device::Cpu)? / SIZE as f64)?;
-    let chain = |x: &Tensor, w: &Tensor| (0..8).try_fold(x.clone(), |x, _| x.matmul(w));
-    let mut group = c.benchmark_group("mesh/matmul_chain");
-    group.throughput(Throughput::Elements((8 * 2 * 2 * SIZE * SIZE * SIZE) as u64)).sample_size(20);
-    for devices in [1, 2, 8] {
-        let parallel = DeviceMesh::cpu(devices)?
-            .pmap(move |_, (x, w): (Tensor, Tensor)| chain(&x, &w))
-            .in_axes([P::shard(0, ALL), P::replicate()])
-            .out_axes(P::shard(0, ALL));
-        assert_eq!(parallel.call((x.clone(), w.clone()))?.dims(), [2 * SIZE, SIZE]);
-        let id = BenchmarkId::from_parameter(devices);
-        group.bench_function(id, |b| b.iter(|| parallel.call((x.clone(), w.clone()))));
-    }
-    let resident = DeviceMesh::cpu(2)?;
-    let parallel =
-        resident.pmap(move |_, (x, w): (Tensor, Tensor)| chain(&x, &w)).in_axes([Some(0), None]);
-    let sharded = resident.shard((x.clone(), w.clone()), [Some(0), None])?;
-    group.bench_function("2_resident", |b| b.iter(|| parallel.run(sharded.clone())));
-    group.bench_function("plain_candle", |b| b.iter(|| chain(&x, &w)));
     group.finish();
     Ok(())
 }
@@ -105,48 +78,6 @@ fn psum_scatter(c: &mut Criterion) -> Outcome {
     }
     group.finish();
     Ok(())
-}
-
-/// Times sums of 1 MB over two replicas.
-///
-/// The floor is two plain threads with the same memory traffic: each adds one half of two tensors
-/// and writes the sum.
-fn psum_beside_threads(c: &mut Criterion) -> Outcome {
-    const LEN: usize = (1 << 20) / size_of::<f32>();
-    let rounds = n_items(100);
-    let mesh = DeviceMesh::cpu(2)?;
-    let x = mesh.shard(Tensor::ones((2, LEN), DType::F32, &Device::Cpu)?, P::shard(0, ALL))?;
-    let sums = mesh.pmap(move |ctx, x: Tensor| {
-        for _ in 0..rounds {
-            black_box(ctx.psum(&x, ALL)?);
-        }
-        Ok(())
-    });
-    let mut group = c.benchmark_group("mesh/psum_beside_threads");
-    group.throughput(Throughput::Elements(rounds)).sample_size(20);
-    group.bench_function("psum", |b| b.iter(|| sums.run(x.clone())));
-    let mut summands = [vec![1_f32; LEN], vec![1_f32; LEN]];
-    let mut sum = vec![0_f32; LEN];
-    add(&summands[0], &summands[1], &mut sum);
-    assert!(sum.iter().all(|sum| (sum - 2.0).abs() < f32::EPSILON));
-    group.bench_function("two_threads", |b| {
-        b.iter(|| {
-            let [left, right] = black_box(&mut summands);
-            let halves = left.chunks(LEN / 2).zip(right.chunks(LEN / 2));
-            thread::scope(|scope| {
-                for ((left, right), sum) in halves.zip(sum.chunks_mut(LEN / 2)) {
-                    scope.spawn(move || (0..rounds).for_each(|_| add(left, right, sum)));
-                }
-            });
-        });
-    });
-    group.finish();
-    Ok(())
-}
-
-fn add(left: &[f32], right: &[f32], sum: &mut [f32]) {
-    let items = black_box(left).iter().zip(black_box(right));
-    items.zip(black_box(&mut *sum)).for_each(|((left, right), sum)| *sum = left + right);
 }
 
 /// Times the broadcast of 64 MB from one of four replicas.
@@ -299,10 +230,8 @@ fn failure(c: &mut Criterion) -> Outcome {
 fn all(c: &mut Criterion) {
     let benches = [
         call,
-        matmul,
         psum,
         psum_scatter,
-        psum_beside_threads,
         broadcast,
         gather_units,
         scatter_and_gather,
