@@ -1,7 +1,7 @@
 //! Untrusted NumPy arrays: none panics, a header takes memory in proportion to the input, and an
 //! accepted array has the numbers of a naive reader.
 //!
-//! An input whose header is valid is also read with as many bytes as its shape needs.
+//! An input with a valid header is also read with as many bytes as its shape needs.
 
 #![no_main]
 
@@ -74,7 +74,7 @@ fn check<T: NpyElement>(bytes: &[u8], open: &dyn Fn() -> data_loader::Result<Npy
     assert!(rows.read(rows.len()).is_err());
 }
 
-/// Checks the numbers of a sample, which are those in `data` if all of them fit its type.
+/// Checks the numbers of a sample, equal to `data` if all of its numbers fit the type.
 fn check_sample<T: NpyElement>(array: &NpyDataset<T>, n: u64, header: &NpyHeader, data: &[u8]) {
     let numbers = data.chunks_exact(header.dtype.n_bytes()).map(|bytes| {
         let mut word = [0; 8];
