@@ -145,11 +145,6 @@ mod tests {
     }
 
     #[test]
-    fn toolchain_is_left_to_rustup() {
-        assert_eq!(Call::cargo("+nightly --version").executable(), "cargo");
-    }
-
-    #[test]
     fn error_names_the_failed_command() {
         let error = Call::cargo("no-such-subcommand").read().unwrap_err().to_string();
         assert!(

@@ -112,11 +112,11 @@ impl std::fmt::Display for SoakReport {
 
 impl<'a> SoakRun<'a> {
     fn new(args: &'a Args) -> Result<Self> {
-        Call::cargo(devices::MPI_TESTS)
-            .arg("--no-run")
-            .arg("--profile")
-            .arg(&args.profile)
-            .run()?;
+        let build = Call::cargo(devices::MPI_TESTS).arg("--no-run");
+        // The default of tests has the settings of `dev`.
+        let build =
+            if args.profile == "dev" { build } else { build.arg("--profile").arg(&args.profile) };
+        build.run()?;
         let target = workspace::read()?.target_directory.into_std_path_buf();
         let folder = if args.profile == "dev" { "debug" } else { &args.profile };
         let program = target.join(folder).join("candle-distributed");
