@@ -1,7 +1,7 @@
 //! Shared parts of all pictures: headings, legends, fonts, colors in light and dark mode, and axis
 //! labels.
 
-use std::{fmt::Write, io, ops::Range, sync::LazyLock};
+use std::{fmt::Write, io, sync::LazyLock};
 
 use plotters::{
     chart::MeshStyle,
@@ -163,20 +163,6 @@ fn draw_symbol(area: &Area<'_>, mark: Mark, color: RGBColor, (x, y): (i32, i32))
         Mark::Dot => area.draw(&Circle::new((x + 10, y), 3, color.mix(0.45).filled())),
         Mark::Line => area.draw(&PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2))),
     }
-}
-
-/// Draws a dashed horizontal line.
-pub(crate) fn draw_dashes(
-    area: &Area<'_>,
-    columns: Range<i32>,
-    y: i32,
-    color: RGBColor,
-) -> DrawResult {
-    for x in columns.clone().step_by(12) {
-        let dash = [(x, y), ((x + 7).min(columns.end), y)];
-        area.draw(&PathElement::new(dash, color.stroke_width(2)))?;
-    }
-    Ok(())
 }
 
 /// Estimates the width in pixels of a text of size [`TEXT`], as rendered in a wide font.

@@ -51,6 +51,23 @@ fn drawing_counts_ranks_above_limit() {
     assert!(svg.matches(LIMIT).count() > 10, "a dashed line: {svg}");
 }
 
+/// Returns the number after `prefix`.
+fn number_after(line: &str, prefix: &str) -> i32 {
+    let digits = line.split_once(prefix).unwrap().1;
+    digits.split(|char: char| !char.is_ascii_digit()).next().unwrap().parse().unwrap()
+}
+
+#[test]
+fn limit_is_as_high_as_its_number_on_the_axis() {
+    let svg = picture(MODEL, "--world-size 4 --strategy layer-wise --budget 4MiB");
+    let lines: Vec<&str> = svg.lines().collect();
+    let dash = lines.iter().rfind(|line| line.contains(LIMIT)).unwrap();
+    let (_, points) = dash.split_once("points=\"").unwrap();
+    let label = lines.windows(2).find(|lines| lines[0].contains("\"end\"") && lines[1] == "4");
+    let height = number_after(label.unwrap()[0], " y=\"");
+    assert!(number_after(points, ",").abs_diff(height) <= 1, "{dash}, {height}: {svg}");
+}
+
 #[test]
 fn large_worlds_share_columns() {
     for (world_size, n_columns, text) in [

@@ -149,9 +149,7 @@ fn draw_chart(
         draw_column(&mut chart, position as f64, rank, unit)?;
     }
     if let Some(limit) = limit {
-        let (left, y) = chart.backend_coord(&(0.0, in_unit(limit, unit)));
-        let (right, _) = chart.backend_coord(&(ranks.len() as f64, 0.0));
-        picture::draw_dashes(&area.strip_coord_spec(), left..right, y, LIMIT)?;
+        draw_limit(&chart, ranks.len() as f64, in_unit(limit, unit))?;
     }
     Ok(())
 }
@@ -176,6 +174,18 @@ fn draw_column(
         ];
         chart.plotting_area().draw(&Rectangle::new(corners, color.filled()))?;
         bottom += bytes;
+    }
+    Ok(())
+}
+
+/// Draws the limit as a dashed line over all columns.
+fn draw_limit(chart: &Chart<'_, '_>, n_columns: f64, height: f64) -> DrawResult {
+    const DASHES: u32 = 50;
+
+    let distance = n_columns / f64::from(DASHES);
+    for start in (0..DASHES).map(|dash| f64::from(dash) * distance) {
+        let ends = [(start, height), (start + 0.6 * distance, height)];
+        chart.plotting_area().draw(&PathElement::new(ends, LIMIT.stroke_width(2)))?;
     }
     Ok(())
 }
