@@ -68,6 +68,14 @@ fn limit_is_as_high_as_its_number_on_the_axis() {
     assert!(number_after(points, ",").abs_diff(height) <= 1, "{dash}, {height}: {svg}");
 }
 
+/// `plan tests/fixtures/models/llama-3.1-8b.json ARGS --format svg > docs/plan.svg` draws it again.
+#[test]
+fn readme_shows_this_plan() {
+    let args = "--world-size 8 --param-dtype F32 --mixed-precision BF16,F32 --budget 24GiB";
+    let llama = include_str!("../../../../tests/fixtures/models/llama-3.1-8b.json");
+    assert_eq!(picture(llama, args), include_str!("../../../../docs/plan.svg"));
+}
+
 #[test]
 fn large_worlds_share_columns() {
     for (world_size, n_columns, text) in [
