@@ -129,12 +129,12 @@ fn first_page_works_from_start_to_end() {
     run_blocks(&page, &Shell::new(folder.path()));
 
     let steps = [
-        "plan model.json",
-        "batch ",
-        "sample --len 1000000000000",
         "train ",
         "--resume",
         "report run",
+        "plan model.json",
+        "batch ",
+        "sample --len 1000000000000",
     ];
     let script: String = page
         .blocks
