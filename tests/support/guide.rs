@@ -13,6 +13,7 @@ pages! {
     CutPadding: "../../docs/guide/cut-padding.md";
     WillItFit: "../../docs/guide/will-it-fit.md";
     TwoNodes: "../../docs/multi-node.md";
+    Resume: "../../docs/guide/resume.md";
     TrainYourOwnModel: "../../docs/guide/train-your-own-model.md";
     Sharded: "../../docs/guide/from-one-device-to-a-sharded-model.md";
     TrainableModels: "../../docs/guide/trainable-models.md";
