@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times published Python packages that batch or pack sequences of many lengths, for docs/benchmarks.md.
+r"""Times published Python packages that batch or pack sequences of many lengths, for docs/benchmarks.md.
 
 Batching groups sequences of similar length, padded to the longest in the batch, within --max-tokens; packing places
 several sequences end to end in bins of --capacity. The lengths have the distribution of web documents and come from
@@ -9,6 +9,15 @@ bin may be too large.
 
 Standard output is one Markdown table, progress goes to standard error. A package that cannot be imported is skipped
 with a message. A measurement that fails prints its error, and the exit status is then 1.
+
+fairseq's Cython module is built alone from the source distribution; PYTHONPATH=fairseq-0.12.2 then finds it:
+
+    peers/bin/pip download fairseq --no-deps --no-binary :all: --no-build-isolation
+    tar xzf fairseq-0.12.2.tar.gz && cd fairseq-0.12.2
+    ../peers/bin/cython --cplus -3 fairseq/data/data_utils_fast.pyx
+    get() { ../peers/bin/python -c "import numpy, sysconfig; print($1)"; }
+    c++ -O3 -shared -fPIC -I"$(get 'numpy.get_include()')" -I"$(get 'sysconfig.get_path("include")')" \
+      fairseq/data/data_utils_fast.cpp -o "fairseq/data/data_utils_fast$(get 'sysconfig.get_config_var("EXT_SUFFIX")')"
 """
 
 from __future__ import annotations
