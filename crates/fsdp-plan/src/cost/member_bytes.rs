@@ -12,22 +12,58 @@ use core_types::WorldSize;
 use super::{CostModel, Optimizer};
 use crate::{arithmetic::index, elem::ElemType, param::ParameterInfo};
 
-/// The bytes of one member, before they are known to fit into 64 bits.
+/// The bytes of one member. They are signed, because [`MemberTotals`] stores differences, and wide,
+/// because only the sums are checked to fit into 64 bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct MemberBytes {
-    /// Bytes of the parameters, without padding.
+    /// Parameters, without padding.
     pub(super) param: i128,
-    /// Bytes of the parameters as stored, with padding.
-    pub(super) padded_param: i128,
+    /// Storage of the parameters, with padding.
+    pub(super) storage: i128,
     pub(super) grad: i128,
     pub(super) optimizer: i128,
 }
 
 impl MemberBytes {
-    /// Returns the bytes that the member holds while no step runs: parameters, gradients and
-    /// optimizer state.
+    /// Makes the bytes of padded storage.
+    pub(super) fn storage(storage: i128) -> Self {
+        Self { storage, ..Self::default() }
+    }
+
+    /// Returns only the parameters, for a part of a tensor whose other bytes are counted elsewhere.
+    pub(super) fn only_param(self) -> Self {
+        Self { param: self.param, ..Self::default() }
+    }
+
+    /// Returns only the storage, for padding without gradients and optimizer state.
+    pub(super) fn only_storage(self) -> Self {
+        Self::storage(self.storage)
+    }
+
+    /// Returns all bytes but the parameters, for a padded tensor whose parts are counted one by one.
+    pub(super) fn without_param(self) -> Self {
+        Self { param: 0, ..self }
+    }
+
+    /// Returns all bytes but the storage, for a part whose storage depends on the largest part.
+    pub(super) fn without_storage(self) -> Self {
+        Self { storage: 0, ..self }
+    }
+
+    /// Returns the bytes that the member holds while no step runs: storage, gradients and optimizer
+    /// state.
     pub(super) fn total(&self) -> i128 {
-        self.padded_param + self.grad + self.optimizer
+        self.storage + self.grad + self.optimizer
+    }
+
+    /// Applies `f` to each field of both.
+    fn zip(self, other: Self, f: impl Fn(i128, i128) -> i128) -> Self {
+        Self {
+            param: f(self.param, other.param),
+            storage: f(self.storage, other.storage),
+            grad: f(self.grad, other.grad),
+            optimizer: f(self.optimizer, other.optimizer),
+        }
     }
 }
 
@@ -36,31 +72,19 @@ impl Mul<i64> for MemberBytes {
 
     /// Returns the bytes of `count` such tensors.
     fn mul(self, count: i64) -> Self {
-        let count = i128::from(count);
-        Self {
-            param: self.param * count,
-            padded_param: self.padded_param * count,
-            grad: self.grad * count,
-            optimizer: self.optimizer * count,
-        }
+        self.zip(self, |bytes, _| bytes * i128::from(count))
     }
 }
 
 impl AddAssign for MemberBytes {
     fn add_assign(&mut self, other: Self) {
-        self.param += other.param;
-        self.padded_param += other.padded_param;
-        self.grad += other.grad;
-        self.optimizer += other.optimizer;
+        *self = self.zip(other, |left, right| left + right);
     }
 }
 
 impl SubAssign for MemberBytes {
     fn sub_assign(&mut self, other: Self) {
-        self.param -= other.param;
-        self.padded_param -= other.padded_param;
-        self.grad -= other.grad;
-        self.optimizer -= other.optimizer;
+        *self = self.zip(other, |left, right| left - right);
     }
 }
 
@@ -126,18 +150,13 @@ impl ParameterDtypes {
 
     /// Returns the bytes of a member whose only part of the parameter has `numel` elements.
     pub(super) fn member_bytes(self, numel: u64) -> MemberBytes {
-        let param = to_signed(self.stored.rounded_up_bytes(numel.into()));
-        match self.optimizer {
-            None => MemberBytes { param, padded_param: param, ..MemberBytes::default() },
-            Some(optimizer) => {
-                let grad = match self.grad {
-                    None => 0,
-                    Some(grad) => to_signed(grad.rounded_up_bytes(numel.into())),
-                };
-                let optimizer = to_signed(optimizer.state_bytes(self.stored, numel.into()));
-                MemberBytes { param, padded_param: param, grad, optimizer }
-            }
-        }
+        let numel = numel.into();
+        let param = to_signed(self.stored.rounded_up_bytes(numel));
+        let frozen = MemberBytes { param, storage: param, ..MemberBytes::default() };
+        let Some(optimizer) = self.optimizer else { return frozen };
+        let grad = self.grad.map_or(0, |grad| to_signed(grad.rounded_up_bytes(numel)));
+        let optimizer = to_signed(optimizer.state_bytes(self.stored, numel));
+        MemberBytes { grad, optimizer, ..frozen }
     }
 
     /// Returns the bytes of `numel` gradient elements in the reduce dtype; 0 if untrained.

@@ -257,7 +257,7 @@ impl RankCost {
         Ok(Self {
             rank,
             param_bytes: fit(member.param, "the bytes of a rank's parameters")?,
-            storage_bytes: fit(member.padded_param, "the bytes that a rank stores")?,
+            storage_bytes: fit(member.storage, "the bytes that a rank stores")?,
             grad_bytes: fit(member.grad, "the bytes of a rank's gradients")?,
             optimizer_bytes: fit(member.optimizer, "the bytes of a rank's optimizer state")?,
             gathered_bytes: peak.gathered,

@@ -132,13 +132,10 @@ fn add_with_stride(
     totals.add_from(stride.members().end, granule * -(previous as i64));
 }
 
-/// Returns the bytes of a part without storage, which depends on the largest share.
+/// Returns the bytes of a part without storage, which depends on the largest share. A member without
+/// elements has no tensor.
 fn bytes_without_storage(dtypes: ParameterDtypes, numel: u64) -> MemberBytes {
-    if numel == 0 {
-        MemberBytes::default()
-    } else {
-        MemberBytes { padded_param: 0, ..dtypes.member_bytes(numel) }
-    }
+    if numel == 0 { MemberBytes::default() } else { dtypes.member_bytes(numel).without_storage() }
 }
 
 /// The bytes of one member in a ragged unit.

@@ -257,7 +257,7 @@ impl<'a> UnitSchedule<'a> {
         let n_gathers = if plan.keeps_gathered(name) { 1 } else { 2 };
         let all_reduce_parts = match plan.replicas() {
             1 => None,
-            _ => transfer(TransferScope::Replicas, 1, &reduced.largest_part(plan))?,
+            _ => transfer(TransferScope::Replicas, 1, &reduced.sum_of_largest_parts(plan))?,
         };
         Ok(Self {
             unit: name,

@@ -114,7 +114,7 @@ fn unreduced_bytes(plan: &ShardingPlan, model: &CostModel, unit: &UnitTally<'_>)
     if !model.optimizer_in_backward {
         return unreduced;
     }
-    unreduced + unit.reduced.largest_part(plan).bytes() + unit.copies.payload_bytes
+    unreduced + unit.reduced.sum_of_largest_parts(plan).bytes() + unit.copies.payload_bytes
 }
 
 /// Returns the bytes of PyTorch's buffer. In a group of one it sends nothing and has no buffer.

@@ -61,9 +61,9 @@ pub(super) struct UnitTally<'a> {
 pub(super) struct CallBuffer {
     pub(super) parameters: Vec<usize>,
     pub(super) payload_bytes: u128,
-    /// Bytes of which every member has an equal part, padding included.
+    /// Bytes of parts that are equal on all members, padding included.
     even_bytes: u128,
-    /// Additional bytes of single members.
+    /// Further bytes of single members.
     owner_bytes: BTreeMap<u64, u128>,
 }
 
@@ -73,15 +73,16 @@ impl CallBuffer {
         self.even_bytes + self.owner_bytes.values().sum::<u128>()
     }
 
-    /// Returns the buffer of the member with the largest part, for a sum over equal parts.
-    pub(super) fn largest_part(&self, plan: &ShardingPlan) -> Self {
+    /// Returns a call in which every member has the largest member's part: a sum of parts over the
+    /// replicas.
+    pub(super) fn sum_of_largest_parts(&self, plan: &ShardingPlan) -> Self {
         let even = self.even_bytes / u128::from(plan.shard_group().as_u64());
         let bytes = even + self.owner_bytes.values().fold(0, |most, &bytes| most.max(bytes));
         let parameters = self.parameters.clone();
         Self { parameters, payload_bytes: bytes, even_bytes: bytes, ..Self::default() }
     }
 
-    /// Returns a lower bound of the smallest part of a member, with or without padding.
+    /// Returns a lower bound of the smallest member's part, with or without padding.
     pub(super) fn smallest_part_bytes(&self, plan: &ShardingPlan, is_padded: bool) -> u128 {
         let members = u128::from(plan.shard_group().as_u64());
         let chunk = self.even_bytes / members;
@@ -95,6 +96,7 @@ impl CallBuffer {
         even + self.owner_bytes.values().fold(u128::MAX, |least, &bytes| least.min(bytes))
     }
 
+    /// Adds a parameter without padding.
     fn add_payload(&mut self, position: usize, bytes: u128) {
         self.parameters.push(position);
         self.payload_bytes += bytes;
@@ -124,8 +126,8 @@ impl<'a> PlanTally<'a> {
     pub(super) fn members(&self) -> impl Iterator<Item = MemberBytes> + Clone {
         let pads = self.model.pads();
         self.totals.per_member().map(move |member| {
-            let padded_param = if pads { member.padded_param } else { member.param };
-            MemberBytes { padded_param, ..member }
+            let storage = if pads { member.storage } else { member.param };
+            MemberBytes { storage, ..member }
         })
     }
 
@@ -149,7 +151,7 @@ impl<'a> PlanTally<'a> {
             let prepared_cut = parameter.prepared_cut();
             self.add_payload(&mut unit, position, info, &prepared_cut);
             match (parameter.cut(), prepared_cut) {
-                // These are measured below, the whole unit at once.
+                // The largest share is that of the whole unit, so its parameters are measured together.
                 (Cut::Ragged { .. }, PreparedCut::Ragged(parts)) => {
                     ragged_parts.push((info, parts));
                 }
@@ -163,7 +165,7 @@ impl<'a> PlanTally<'a> {
         unit
     }
 
-    /// Records the parameters of each transfer and their bytes without padding.
+    /// Adds a parameter, without padding, to the calls that send it and its gradient.
     fn add_payload(
         &mut self,
         unit: &mut UnitTally<'_>,
@@ -191,7 +193,7 @@ impl<'a> PlanTally<'a> {
         }
     }
 
-    /// Adds the bytes of a parameter, padding included, to its members and transfers.
+    /// Adds the bytes of a parameter, with padding, to its members and calls.
     fn add(
         &mut self,
         unit: &mut UnitTally<'_>,
@@ -216,6 +218,7 @@ impl<'a> PlanTally<'a> {
         }
     }
 
+    /// Adds a part that one member owns.
     fn add_owned(
         &mut self,
         unit: &mut UnitTally<'_>,
@@ -230,6 +233,7 @@ impl<'a> PlanTally<'a> {
         *reduced += dtypes.reduced_bytes(numel.into());
     }
 
+    /// Adds a parameter that is cut into chunks: dim 0, or a part of a flat unit.
     fn add_chunks(
         &mut self,
         unit: &mut UnitTally<'_>,
@@ -237,35 +241,35 @@ impl<'a> PlanTally<'a> {
         cut: Cut,
         chunks: ChunkedCut,
     ) {
-        let group = self.group();
-        // A padding runtime has one tensor per flat unit, which counts at the unit's first parameter.
-        let is_one_tensor = matches!(cut, Cut::Flat { .. }) && self.model.pads();
-        for (members, numel) in chunks.runs(group) {
+        // FSDP1 stores a flat unit as one padded tensor, which is counted with its first parameter.
+        // So its other parameters add nothing but their elements.
+        let is_flat_tensor = matches!(cut, Cut::Flat { .. }) && self.model.pads();
+        for (members, numel) in chunks.runs(self.group()) {
             let bytes = dtypes.member_bytes(numel);
-            let run_bytes = if is_one_tensor {
-                MemberBytes { param: bytes.param, ..MemberBytes::default() }
-            } else {
-                MemberBytes { padded_param: 0, ..bytes }
-            };
-            self.totals.add_run(members, run_bytes);
+            let own = if is_flat_tensor { bytes.only_param() } else { bytes.without_storage() };
+            self.totals.add_run(members, own);
         }
         if !chunks.is_first() {
             return;
         }
-        let chunk_numel = chunks.chunk_numel(group);
-        let padded = MemberBytes { param: 0, ..dtypes.member_bytes(chunk_numel) };
-        let stored = MemberBytes { grad: 0, optimizer: 0, ..padded };
-        self.totals.add_all(if is_one_tensor { padded } else { stored });
+        let chunk_numel = chunks.chunk_numel(self.group());
+        let chunk = dtypes.member_bytes(chunk_numel);
+        // The padding of a flat tensor has gradients and optimizer state, the padding of dim 0 has not.
+        self.totals.add_all(if is_flat_tensor {
+            chunk.without_param()
+        } else {
+            chunk.only_storage()
+        });
         if cut == Cut::Dim0 && self.model.pads() {
             self.add_states_of_empty_shards(chunks, dtypes);
         }
-        let buffer_numel = u128::from(chunk_numel) * u128::from(group.as_u64());
+        let buffer_numel = u128::from(chunk_numel) * u128::from(self.group().as_u64());
         unit.gathered.even_bytes += dtypes.gather.rounded_up_bytes(buffer_numel);
         unit.reduced.even_bytes += dtypes.reduced_bytes(buffer_numel);
     }
 
-    /// Adds optimizer state for ranks without rows: `fully_shard` passes a tensor to the optimizer
-    /// on every rank.
+    /// Adds the optimizer state of members without rows: `fully_shard` gives the optimizer a tensor on
+    /// every rank.
     fn add_states_of_empty_shards(&mut self, chunks: ChunkedCut, dtypes: ParameterDtypes) {
         #[expect(clippy::expect_used, reason = "a cut without elements is `Nothing`")]
         let n_owners =
@@ -273,10 +277,10 @@ impl<'a> PlanTally<'a> {
         self.totals.add_run(n_owners..self.group().as_u64(), dtypes.member_bytes(0));
     }
 
-    /// Adds the padded bytes of a ragged unit: storage for its largest share, and transfers.
+    /// Adds a ragged unit, of which every member stores and sends as much as the largest share.
     fn add_ragged(&mut self, unit: &mut UnitTally<'_>, largest: RaggedShare) {
         let RaggedShare { stored, gather, reduce } = largest;
-        self.totals.add_all(MemberBytes { padded_param: stored, ..MemberBytes::default() });
+        self.totals.add_all(MemberBytes::storage(stored));
         let members = u128::from(self.group().as_u64());
         unit.gathered.even_bytes += gather * members;
         unit.reduced.even_bytes += reduce * members;

@@ -142,7 +142,7 @@ pub(super) fn within_step(rank: &RankCost) -> Vec<MemoryTerm<'static>> {
         (
             "gathered units",
             gathered_bytes.into(),
-            "kept units, and the largest run of other units that prefetching gathers together",
+            "units that stay gathered, and the largest of the others with the units prefetched after it",
         ),
         ("unreduced gradients", unreduced_bytes.into(), "of the largest unit"),
     ];
