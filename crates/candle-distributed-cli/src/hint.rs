@@ -296,7 +296,7 @@ fn plan(error: &plan::Error) -> Option<&'static str> {
         plan::Error::Cut(CutError::Scalar { .. }) => {
             Some("--layout flat cuts parameters of any shape")
         }
-        plan::Error::UnknownParameter { .. } => {
+        plan::Error::Unknown { what: "parameter", .. } => {
             Some("plan --format json lists the names of all parameters")
         }
         _ => None,

@@ -253,7 +253,8 @@ fn check_header_len(path: &Path, tensors: &[TensorInfo]) -> Result<()> {
     if len <= MAX_HEADER_LEN {
         return Ok(());
     }
-    let cause = SourceError::HeaderTooLong { len, max: MAX_HEADER_LEN };
+    let reason = format!("safetensors header has {len} bytes, the limit is {MAX_HEADER_LEN}");
+    let cause = SourceError::Header { reason };
     Err(Error::header(path, fsdp_plan::Error::Source(cause)))
 }
 

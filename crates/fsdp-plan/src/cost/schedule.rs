@@ -144,7 +144,7 @@ impl ShardingPlan {
     ///
     /// # Errors
     ///
-    /// [`Error::ParameterOutOfRange`] for an unknown index, and the errors of
+    /// [`Error::Unknown`] for an unknown index, and the errors of
     /// [`schedule`](Self::schedule).
     #[doc(hidden)]
     pub fn schedule_of<'a>(
@@ -156,7 +156,7 @@ impl ShardingPlan {
         let len = self.parameters().len();
         let mut positions = units.0.iter().flat_map(|(_, members)| members);
         match positions.find(|&&position| position >= len) {
-            Some(&index) => Err(Error::ParameterOutOfRange { index, len }),
+            Some(&index) => Err(Error::unknown_index(index, len)),
             None => Schedule::new(self, model, PlanTally::new(self, model, &units).units),
         }
     }

@@ -46,27 +46,13 @@ pub enum CutError {
         /// Bytes of a granule from which a bound rounds up.
         round_up_from: u64,
     },
-    /// A plan cuts a parameter that every rank must keep.
-    #[error(
-        "the plan cuts parameter {name}, which must always be gathered",
-        name = Printable(name)
-    )]
-    AlwaysGathered {
+    /// The plan treats a parameter in another way than the parameter demands.
+    #[error("parameter {name} {reason}", name = Printable(name))]
+    Contradicts {
         /// Name of the parameter.
         name: String,
-    },
-    /// A plan treats a tied parameter as untied, or an untied one as tied.
-    #[error(
-        "parameter {name} is {}, but the plan treats it as {}",
-        if *is_tied { "tied" } else { "untied" },
-        if *is_tied { "untied" } else { "tied" },
-        name = Printable(name)
-    )]
-    TieMismatch {
-        /// Name of the parameter.
-        name: String,
-        /// Whether the parameter is tied.
-        is_tied: bool,
+        /// What the parameter demands, and what the plan does.
+        reason: &'static str,
     },
     /// Two parameters of a unit cannot share a flat buffer.
     #[error(

@@ -51,25 +51,13 @@ pub enum Error {
         /// Requested number of replicas.
         replicas: u64,
     },
-    /// A parameter index is out of range.
-    #[error("parameter index {index} is out of range for a plan of {len} parameters")]
-    ParameterOutOfRange {
-        /// Requested index.
-        index: usize,
-        /// Number of parameters.
-        len: usize,
-    },
-    /// The plan has no parameter of this name.
-    #[error("the plan has no parameter {name}", name = Printable(name))]
-    UnknownParameter {
-        /// Requested name.
+    /// The plan has no parameter or unit of this name or index.
+    #[error("the plan has no {what} {name}", name = Printable(name))]
+    Unknown {
+        /// `parameter` or `unit`.
+        what: &'static str,
+        /// Requested name, or the index and the number of parameters.
         name: String,
-    },
-    /// The plan has no unit of this name.
-    #[error("the plan has no unit {unit:?}")]
-    UnknownUnit {
-        /// Requested unit.
-        unit: String,
     },
     /// A pattern is malformed.
     #[error("malformed pattern {pattern:?}: {reason}", reason = Printable(reason))]
@@ -79,16 +67,12 @@ pub enum Error {
         /// Cause, from the parser.
         reason: String,
     },
-    /// There are more rules than [`Hybrid`](crate::strategy::Hybrid) allows.
-    #[error("there are more than {max} rules")]
+    /// There are more or longer rules than [`Hybrid`](crate::strategy::Hybrid) allows.
+    #[error("there are more than {max} {what}")]
     TooManyRules {
-        /// Limit on the number of rules.
-        max: usize,
-    },
-    /// The patterns of all rules are longer than [`Hybrid`](crate::strategy::Hybrid) allows.
-    #[error("the patterns of the rules have more than {max} bytes")]
-    RulesTooLong {
-        /// Limit on the total bytes.
+        /// `rules`, or the bytes of their patterns.
+        what: &'static str,
+        /// Limit.
         max: usize,
     },
     /// Two plans describe different parameters.
@@ -105,4 +89,11 @@ pub enum Error {
         /// Version of the plan.
         found: u32,
     },
+}
+
+impl Error {
+    /// Makes the error of an index of a parameter.
+    pub(crate) fn unknown_index(index: usize, len: usize) -> Self {
+        Self::Unknown { what: "parameter", name: format!("{index} of {len}") }
+    }
 }

@@ -17,33 +17,20 @@ pub enum ParameterError {
         /// Duplicate name.
         name: String,
     },
-    /// The bytes of a parameter exceed 64 bits.
+    /// The bytes of a parameter exceed 64 bits, or it ends within a block of its dtype.
     #[error(
-        "parameter {name} of shape {shape:?} and dtype {dtype} exceeds {} bytes",
-        u64::MAX,
+        "parameter {name} of shape {shape:?} and dtype {dtype} {reason}",
         name = Printable(name)
     )]
-    TooLarge {
+    InvalidShape {
         /// Name of the parameter.
         name: String,
         /// Its shape.
         shape: Vec<u64>,
         /// Its element type.
         dtype: ElemType,
-    },
-    /// A parameter ends within a block of its dtype.
-    #[error(
-        "parameter {name} of shape {shape:?} is not a whole number of {dtype} blocks of {} elements",
-        dtype.block_numel(),
-        name = Printable(name)
-    )]
-    PartialBlock {
-        /// Name of the parameter.
-        name: String,
-        /// Its shape.
-        shape: Vec<u64>,
-        /// Its element type.
-        dtype: ElemType,
+        /// The limit that it does not keep.
+        reason: &'static str,
     },
     /// A tensor has an unknown dtype.
     #[error("tensor {name} has unknown dtype {dtype:?}", name = Printable(name))]

@@ -101,10 +101,9 @@ impl ParameterInfo {
     ///
     /// # Errors
     ///
-    /// - [`ParameterError::TooLarge`] if the number of elements or bytes exceeds 64 bits. Dims of
-    ///   size zero do not hide the others: `[0, 2^40, 2^40]` is rejected, so that no product of
-    ///   some of the dims can overflow later.
-    /// - [`ParameterError::PartialBlock`] if the elements do not form whole blocks of the dtype.
+    /// [`ParameterError::InvalidShape`] if the number of elements or bytes exceeds 64 bits, or if the elements do not form
+    /// whole blocks of the dtype. Dims of size zero do not hide the others: `[0, 2^40, 2^40]` is rejected, so that no
+    /// product of some of the dims can overflow later.
     pub fn new(
         name: impl Into<String>,
         shape: impl Into<Vec<u64>>,
@@ -113,11 +112,23 @@ impl ParameterInfo {
         let name = name.into();
         let shape = shape.into();
         if !fits_into_64_bits(&shape, dtype) {
-            return Err(Error::Parameters(ParameterError::TooLarge { name, shape, dtype }));
+            let reason = "exceeds 18446744073709551615 bytes";
+            return Err(Error::Parameters(ParameterError::InvalidShape {
+                name,
+                shape,
+                dtype,
+                reason,
+            }));
         }
         let numel = shape.iter().product();
         if numel % dtype.block_numel() > 0 {
-            return Err(Error::Parameters(ParameterError::PartialBlock { name, shape, dtype }));
+            let reason = "is not a whole number of blocks of this dtype";
+            return Err(Error::Parameters(ParameterError::InvalidShape {
+                name,
+                shape,
+                dtype,
+                reason,
+            }));
         }
         let layer = path::implied_layer(&name);
         let data = ParameterData {

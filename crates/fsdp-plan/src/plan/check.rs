@@ -18,13 +18,15 @@ pub(crate) fn check_cuts(parameters: &[PlannedParameter], group: WorldSize) -> R
         let cut = parameter.cut();
         let name = || info.name().to_owned();
         if info.tied_to().is_some() != (cut == Cut::Tied) {
-            return Err(Error::Cut(CutError::TieMismatch {
-                name: name(),
-                is_tied: info.tied_to().is_some(),
-            }));
+            let reason = match info.tied_to() {
+                Some(_) => "is tied, but the plan treats it as untied",
+                None => "is untied, but the plan treats it as tied",
+            };
+            return Err(Error::Cut(CutError::Contradicts { name: name(), reason }));
         }
         if info.always_gather() && !matches!(cut, Cut::Replicated | Cut::Tied) {
-            return Err(Error::Cut(CutError::AlwaysGathered { name: name() }));
+            let reason = "must always be gathered, but the plan cuts it";
+            return Err(Error::Cut(CutError::Contradicts { name: name(), reason }));
         }
         match cut {
             Cut::Dim0 if info.shape().is_empty() => {

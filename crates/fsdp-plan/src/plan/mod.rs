@@ -67,9 +67,8 @@ impl ShardingPlan {
     /// # Errors
     ///
     /// - [`ParameterError::Empty`] or [`ParameterError::DuplicateName`];
-    /// - [`CutError::AlwaysGathered`] if a parameter that must always be gathered is not
-    ///   [`Cut::Replicated`];
-    /// - [`CutError::TieMismatch`] if a tied parameter is not [`Cut::Tied`], or an untied one is;
+    /// - [`CutError::Contradicts`] if a parameter that must always be gathered is not
+    ///   [`Cut::Replicated`], if a tied parameter is not [`Cut::Tied`], or if an untied one is;
     /// - [`ParameterError::InvalidTie`] if the target of a tied parameter does not exist, is tied
     ///   to another parameter, or differs in shape, dtype or unit;
     /// - [`CutError::Scalar`] if a parameter without dims is cut along dim 0;
@@ -138,7 +137,7 @@ impl ShardingPlan {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownUnit`] for a unit without parameters.
+    /// [`Error::Unknown`] for a unit without parameters.
     pub fn with_kept_units<U: Into<String>>(
         mut self,
         units: impl IntoIterator<Item = U>,
@@ -146,7 +145,7 @@ impl ShardingPlan {
         self.kept_units = units.into_iter().map(Into::into).collect();
         let known: BTreeSet<&str> = self.units().into_iter().chain([""]).collect();
         match self.kept_units.iter().find(|unit| !known.contains(unit.as_str())) {
-            Some(unit) => Err(Error::UnknownUnit { unit: unit.clone() }),
+            Some(unit) => Err(Error::Unknown { what: "unit", name: unit.clone() }),
             None => Ok(self),
         }
     }
@@ -257,17 +256,14 @@ impl ShardingPlan {
     ///
     /// # Errors
     ///
-    /// [`Error::ParameterOutOfRange`] or [`Error::World`] for an unknown parameter or rank.
+    /// [`Error::Unknown`] or [`Error::World`] for an unknown parameter or rank.
     pub fn shards(
         &self,
         param_idx: usize,
         rank: Rank,
     ) -> Result<impl Iterator<Item = ShardAssignment>> {
         if param_idx >= self.parameters.len() {
-            return Err(Error::ParameterOutOfRange {
-                index: param_idx,
-                len: self.parameters.len(),
-            });
+            return Err(Error::unknown_index(param_idx, self.parameters.len()));
         }
         Ok(ShardsOfRank::new(self, rank, param_idx..param_idx + 1)?.map(|(_, shard)| shard))
     }

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use core_types::human::Printable;
 use serde::Deserialize;
 
 use super::{
@@ -21,9 +22,8 @@ use crate::{
 /// - The errors of `read`;
 /// - [`SourceError::Malformed`];
 /// - [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) if a tensor is listed twice;
-/// - [`SourceError::InvalidFileName`] if a file is not a plain name, since a downloaded index must not reach other folders;
-/// - [`SourceError::NotInIndex`] if a file has a tensor that the index does not list for it, and
-///   [`SourceError::NotInFile`] if it lacks one that the index lists.
+/// - [`SourceError::Index`] if a file is not a plain name, since a downloaded index must not reach other folders, if a
+///   file has a tensor that the index does not list for it, or if it lacks one that the index lists.
 ///
 /// # Examples
 ///
@@ -48,17 +48,22 @@ pub fn from_index<E: From<Error>>(
     for file in files {
         for info in read(&file)? {
             if unread.remove(info.name()).as_ref() != Some(&file) {
-                return Err(Error::Source(SourceError::NotInIndex {
-                    tensor: info.name().into(),
-                    file,
-                })
-                .into());
+                let reason = format!(
+                    "{} has tensor {}, which the index does not list for this file",
+                    Printable(&file),
+                    Printable(info.name())
+                );
+                return Err(Error::Source(SourceError::Index { reason }).into());
             }
             parameters.push(info);
         }
     }
     match unread.pop_first() {
-        Some((tensor, file)) => Err(Error::Source(SourceError::NotInFile { tensor, file }).into()),
+        Some((tensor, file)) => {
+            let [tensor, file] = [&tensor, &file].map(Printable);
+            let reason = format!("the index lists tensor {tensor} for {file}, which lacks it");
+            Err(Error::Source(SourceError::Index { reason }).into())
+        }
         None => Ok(parameters),
     }
 }
@@ -69,7 +74,10 @@ fn parse_entries(json: &str) -> Result<Vec<(String, String)>> {
     let name = |position: usize| entries[position].0.as_str();
     check_unique(entries.len(), |position| (name_index::hash(name(position)), name(position)))?;
     match entries.iter().find(|(_, file)| !is_plain(file)) {
-        Some((_, file)) => Err(Error::Source(SourceError::InvalidFileName { file: file.clone() })),
+        Some((_, file)) => {
+            let reason = format!("the index names file {file:?}, which is not a plain file name");
+            Err(Error::Source(SourceError::Index { reason }))
+        }
         None => Ok(entries),
     }
 }

@@ -20,7 +20,7 @@ use crate::{
 /// [`SourceError::Malformed`](crate::SourceError::Malformed),
 /// [`ParameterError::UnknownDtype`](crate::ParameterError::UnknownDtype),
 /// [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) or
-/// [`ParameterError::TooLarge`](crate::ParameterError::TooLarge).
+/// [`ParameterError::InvalidShape`](crate::ParameterError::InvalidShape).
 ///
 /// # Examples
 ///

@@ -7,6 +7,7 @@ use std::{
     ops::Range,
 };
 
+use core_types::human::Printable;
 use serde::Deserialize;
 
 use super::{
@@ -30,14 +31,13 @@ pub const MAX_HEADER_LEN: u64 = 100_000_000;
 ///
 /// # Errors
 ///
-/// [`SourceError::HeaderTooLong`] above [`MAX_HEADER_LEN`].
+/// [`SourceError::Header`] above [`MAX_HEADER_LEN`].
 pub fn header_len(prefix: [u8; 8]) -> Result<u64> {
     let len = u64::from_le_bytes(prefix);
-    if len > MAX_HEADER_LEN {
-        Err(Error::Source(SourceError::HeaderTooLong { len, max: MAX_HEADER_LEN }))
-    } else {
-        Ok(len)
+    if len <= MAX_HEADER_LEN {
+        return Ok(len);
     }
+    Err(header_error(format!("safetensors header has {len} bytes, the limit is {MAX_HEADER_LEN}")))
 }
 
 /// Reads the parameters from the start of a safetensors file, in the order of their tensors in the
@@ -132,14 +132,13 @@ impl SafetensorsHeader {
     ///
     /// # Errors
     ///
-    /// - [`SourceError::HeaderTooLong`] or [`SourceError::HeaderTruncated`];
+    /// - [`SourceError::Header`] if the header is too long or ends early, or if tensors overlap, leave gaps,
+    ///   or do not match their shape;
     /// - [`SourceError::Malformed`],
     ///   [`ParameterError::UnknownDtype`](crate::ParameterError::UnknownDtype),
     ///   [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) or
-    ///   [`ParameterError::TooLarge`](crate::ParameterError::TooLarge);
-    /// - [`Error::TotalTooLarge`] if the end of a tensor exceeds 64 bits;
-    /// - [`SourceError::OffsetMismatch`] if tensors overlap, leave gaps, or do not match their shape
-    ///   and dtype.
+    ///   [`ParameterError::InvalidShape`](crate::ParameterError::InvalidShape);
+    /// - [`Error::TotalTooLarge`] if the end of a tensor exceeds 64 bits.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let text = header_text(bytes)?;
         let JsonEntries { entries, metadata } =
@@ -202,7 +201,11 @@ fn read_error(error: io::Error) -> Error {
 /// Returns the JSON text of the header.
 fn header_text(bytes: &[u8]) -> Result<&[u8]> {
     let available = bytes.len() as u64;
-    let truncated = |needed| Error::Source(SourceError::HeaderTruncated { needed, available });
+    let truncated = |needed| {
+        header_error(format!(
+            "safetensors header ends at byte {needed}, but the file has only {available} bytes"
+        ))
+    };
     let (&prefix, rest) = bytes.split_first_chunk::<8>().ok_or_else(|| truncated(PREFIX_LEN))?;
     let len = header_len(prefix)?;
     #[expect(clippy::expect_used, reason = "`header_len` rejects lengths above 100 MB")]
@@ -234,12 +237,12 @@ fn next_end(expected_begin: u64, info: &ParameterInfo, (begin, end): (u64, u64))
     if (begin, end) == (expected_begin, expected_end) {
         return Ok(end);
     }
-    let name = info.name().to_owned();
-    Err(Error::Source(SourceError::OffsetMismatch {
-        name,
-        begin,
-        end,
-        expected_begin,
-        expected_end,
-    }))
+    Err(header_error(format!(
+        "tensor {} is at bytes {begin}..{end}, expected {expected_begin}..{expected_end}",
+        Printable(info.name())
+    )))
+}
+
+fn header_error(reason: String) -> Error {
+    Error::Source(SourceError::Header { reason })
 }

@@ -143,8 +143,7 @@ impl Hybrid {
     /// # Errors
     ///
     /// - [`Error::InvalidPattern`] for a malformed pattern.
-    /// - [`Error::TooManyRules`] above 4,096 rules.
-    /// - [`Error::RulesTooLong`] if all patterns together exceed a mebibyte.
+    /// - [`Error::TooManyRules`] above 4,096 rules, or if all patterns together exceed a mebibyte.
     pub fn with_rule(mut self, pattern: &str, choice: Choice) -> Result<Self> {
         push_rule(&mut self.rules, HybridRule { pattern: pattern.parse()?, choice })?;
         Ok(self)
@@ -244,11 +243,12 @@ impl ShardingStrategy for Hybrid {
 fn push_rule(rules: &mut Vec<HybridRule>, rule: HybridRule) -> Result<()> {
     rules.push(rule);
     if rules.len() > MAX_RULES {
-        return Err(Error::TooManyRules { max: MAX_RULES });
+        return Err(Error::TooManyRules { what: "rules", max: MAX_RULES });
     }
     let n_bytes: usize = rules.iter().map(|rule| rule.pattern.n_bytes()).sum();
     if n_bytes > MAX_PATTERN_BYTES {
-        return Err(Error::RulesTooLong { max: MAX_PATTERN_BYTES });
+        let what = "bytes in the patterns of the rules";
+        return Err(Error::TooManyRules { what, max: MAX_PATTERN_BYTES });
     }
     Ok(())
 }

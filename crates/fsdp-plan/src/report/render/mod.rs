@@ -163,7 +163,7 @@ impl ShardingPlan {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownParameter`] for an unknown name.
+    /// [`Error::Unknown`] for an unknown name.
     ///
     /// # Examples
     ///
@@ -186,7 +186,7 @@ impl ShardingPlan {
     pub fn explain_parameter(&self, name: &str) -> Result<String> {
         match self.index_of(name) {
             Some(index) => Ok(explain::explain_parameter(self, index)),
-            None => Err(Error::UnknownParameter { name: name.to_owned() }),
+            None => Err(Error::Unknown { what: "parameter", name: name.to_owned() }),
         }
     }
 

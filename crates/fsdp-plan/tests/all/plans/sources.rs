@@ -60,31 +60,36 @@ fn tensor_data_is_ignored() {
     assert_eq!(header_len(*file.first_chunk().unwrap()), Ok(header.len() as u64));
 }
 
+/// Checks that a header is rejected, and that the error names these numbers.
+fn rejects_header<T: std::fmt::Debug>(result: Result<T>, numbers: &[u64]) {
+    let error = result.unwrap_err();
+    assert!(matches!(error, Error::Source(SourceError::Header { .. })), "{error:?}");
+    assert!(numbers.iter().all(|n| error.to_string().contains(&n.to_string())), "{error}");
+}
+
+/// Checks that an index is rejected, and that the error has these words.
+fn rejects_index<T: std::fmt::Debug>(result: Result<T>, words: &[&str]) {
+    let error = result.unwrap_err();
+    assert!(matches!(error, Error::Source(SourceError::Index { .. })), "{error:?}");
+    assert!(words.iter().all(|word| error.to_string().contains(word)), "{error}");
+}
+
 #[test]
 fn truncated_files_are_rejected() {
     let file = safetensors("{}");
-    assert_eq!(
-        from_safetensors(&file[..5]),
-        Err(Error::Source(SourceError::HeaderTruncated { needed: 8, available: 5 }))
-    );
-    assert_eq!(
-        from_safetensors(&file[..9]),
-        Err(Error::Source(SourceError::HeaderTruncated { needed: 10, available: 9 }))
-    );
+    for (len, needed) in [(5, 8), (9, 10)] {
+        rejects_header(from_safetensors(&file[..len]), &[needed, len as u64]);
+    }
     assert_eq!(from_safetensors(&file), Ok(Vec::new()));
 }
 
 #[test]
 fn hostile_lengths_allocate_nothing() {
     for len in [MAX_HEADER_LEN + 1, u64::MAX] {
-        let error = Error::Source(SourceError::HeaderTooLong { len, max: MAX_HEADER_LEN });
-        assert_eq!(header_len(len.to_le_bytes()), Err(error.clone()));
-        assert_eq!(from_safetensors(&len.to_le_bytes()), Err(error));
+        rejects_header(header_len(len.to_le_bytes()), &[len, MAX_HEADER_LEN]);
+        rejects_header(from_safetensors(&len.to_le_bytes()), &[len, MAX_HEADER_LEN]);
     }
-    let available = 8;
-    let truncated =
-        Error::Source(SourceError::HeaderTruncated { needed: MAX_HEADER_LEN + 8, available });
-    assert_eq!(from_safetensors(&MAX_HEADER_LEN.to_le_bytes()), Err(truncated));
+    rejects_header(from_safetensors(&MAX_HEADER_LEN.to_le_bytes()), &[MAX_HEADER_LEN + 8, 8]);
 }
 
 #[test]
@@ -93,20 +98,13 @@ fn tensors_must_be_contiguous() {
         let header = format!(
             r#"{{"a": {{"dtype": "F32", "shape": [2], "data_offsets": [{begin}, {end}]}}}}"#
         );
-        let error = Error::Source(SourceError::OffsetMismatch {
-            name: "a".into(),
-            begin,
-            end,
-            expected_begin: 0,
-            expected_end: 8,
-        });
-        assert_eq!(read(&header), Err(error));
+        rejects_header(read(&header), &[begin, end, 0, 8]);
     }
     let overlap = r#"{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
         "b": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]}}"#;
-    assert!(
-        matches!(read(overlap), Err(Error::Source(SourceError::OffsetMismatch { name, expected_begin: 4, .. })) if name == "b")
-    );
+    rejects_header(read(overlap), &[2, 6, 4, 8]);
+    let late_start = overlap.replace("[2, 6]", "[3, 8]");
+    rejects_header(read(&late_start), &[3, 8, 4, 8]);
 }
 
 #[test]
@@ -219,9 +217,7 @@ fn failing_readers_are_errors() {
     let bytes = safetensors("{}");
     for len in 0..bytes.len() {
         let needed = if len < 8 { 8 } else { 10 };
-        let truncated =
-            Error::Source(SourceError::HeaderTruncated { needed, available: len as u64 });
-        assert_eq!(SafetensorsHeader::read(&bytes[..len]), Err(truncated));
+        rejects_header(SafetensorsHeader::read(&bytes[..len]), &[needed, len as u64]);
     }
 }
 
@@ -273,10 +269,11 @@ fn unknown_dtypes_are_named() {
 #[test]
 fn overflowing_shapes_are_rejected() {
     for shape in [vec![u64::MAX, 2], vec![1 << 62], vec![1 << 40, 0, 1 << 40]] {
-        let error = Error::Parameters(ParameterError::TooLarge {
+        let error = Error::Parameters(ParameterError::InvalidShape {
             name: "a".into(),
             shape: shape.clone(),
             dtype: ElemType::F32,
+            reason: "exceeds 18446744073709551615 bytes",
         });
         assert_eq!(ParameterInfo::new("a", shape.clone(), ElemType::F32), Err(error.clone()));
         assert_eq!(
@@ -296,14 +293,11 @@ fn index_files_are_read_once() {
         files.push(file.to_owned());
         no_parameters(file)
     });
-    assert!(matches!(read, Err(Error::Source(SourceError::NotInFile { .. }))));
+    rejects_index(read, &["tensor a", "1.safetensors"]);
     assert_eq!(files, ["1.safetensors", "2.safetensors"]);
     for file in ["", "..", "../x", "/etc/passwd", "a\\b", "C:x"] {
         let json = serde_json::json!({ "weight_map": { "a": file } }).to_string();
-        assert_eq!(
-            from_index(&json, no_parameters),
-            Err(Error::Source(SourceError::InvalidFileName { file: file.into() }))
-        );
+        rejects_index(from_index(&json, no_parameters), &[&format!("{file:?}")]);
     }
 }
 
@@ -321,31 +315,9 @@ fn index_must_match_its_files() {
     };
     let names: Vec<String> = read(&["a"]).unwrap().iter().map(|info| info.name().into()).collect();
     assert_eq!(names, ["a", "b"]);
-    let file = || "1.safetensors".into();
-    assert_eq!(
-        read(&[]),
-        Err(Error::Source(SourceError::NotInFile { tensor: "a".into(), file: file() }))
-    );
-    assert_eq!(
-        read(&["a", "c"]),
-        Err(Error::Source(SourceError::NotInIndex { tensor: "c".into(), file: file() }))
-    );
-    assert_eq!(
-        read(&["a", "b"]),
-        Err(Error::Source(SourceError::NotInIndex { tensor: "b".into(), file: file() }))
-    );
-}
-
-#[test]
-fn misplaced_start_is_rejected() {
-    let header = r#"{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
-        "b": {"dtype": "U8", "shape": [2], "data_offsets": [3, 6]}}"#;
-    let misplaced = SourceError::OffsetMismatch {
-        name: "b".into(),
-        begin: 3,
-        end: 6,
-        expected_begin: 4,
-        expected_end: 6,
-    };
-    assert_eq!(read(header), Err(Error::Source(misplaced)));
+    for (names, missing) in
+        [(&[][..], "tensor a"), (&["a", "c"], "tensor c"), (&["a", "b"], "tensor b")]
+    {
+        rejects_index(read(names), &[missing, "1.safetensors"]);
+    }
 }
