@@ -45,6 +45,14 @@ impl Draws {
         values[usize::try_from(self.below(values.len() as u64)).unwrap()].clone()
     }
 
+    /// Returns a number of ranks. The largest take a second a case, so few cases have them.
+    fn world(&mut self) -> WorldSize {
+        let large = [1 << 20, (1 << 20) - 1];
+        let is_large = self.below(30) == 0;
+        let small = [1, 2, 3, 5, 7, 64, 1000, 1024];
+        WorldSize::new(if is_large { self.choose(&large) } else { self.choose(&small) }).unwrap()
+    }
+
     fn parameter(&mut self, number: u64) -> Option<ParameterInfo> {
         let n_dims = self.below(4);
         let shape: Vec<u64> = (0..n_dims).map(|_| self.size()).collect();
@@ -157,15 +165,14 @@ fn try_case(seed: Seed, case: u64) -> bool {
     let mut draw = Draws(seed.derive(case), 0);
     let n_parameters = draw.below(6);
     let parameters: Vec<_> = (0..n_parameters).filter_map(|n| draw.parameter(n)).collect();
-    let world = draw.choose(&[1, 2, 3, 7, 64, 1000, 1 << 20, (1 << 20) - 1]);
-    let world = WorldSize::new(world).unwrap();
+    let world = draw.world();
     let strategy = draw.strategy();
     let Ok(plan) = strategy.plan(&parameters, world) else { return false };
     use_plan(&plan, &mut draw);
-    let other = WorldSize::new(draw.choose(&[1, 2, 5, 1 << 10, 1 << 20])).unwrap();
+    let other = draw.world();
     if let Ok(resized) = plan.resized(other) {
         use_plan(&resized, &mut draw);
-        if world.as_u64().min(other.as_u64()) <= 1000 {
+        if world.as_u64().min(other.as_u64()) <= 1024 {
             let reshard = Reshard::new(&plan, &resized).unwrap();
             let _ = reshard.volume();
             let _ = reshard.moves().count();
@@ -173,7 +180,7 @@ fn try_case(seed: Seed, case: u64) -> bool {
         }
         let _ = PlanDiff::new(&plan, &resized).to_string();
     }
-    if world.as_u64() <= 1000 {
+    if world.as_u64() <= 1024 {
         drop(Search::new(world, draw.size()).with_model(draw.model()).run(&parameters));
     }
     true

@@ -11,7 +11,6 @@ use fsdp_plan::{
         Full, Hsdp, Hybrid, LayerSharing, LayerWise, Layout, ShardingStrategy, WholeTensor,
     },
 };
-use proptest::prelude::*;
 
 const SHAPES: [&[u64]; 9] =
     [&[0], &[1], &[2], &[5], &[7, 2], &[4, 0], &[1, 6], &[6, 1, 2], &[3, 3]];
@@ -45,15 +44,15 @@ pub(crate) fn ranks(plan: &ShardingPlan) -> impl Iterator<Item = Rank> + use<> {
     plan.world_size().placements().map(Placement::rank)
 }
 
-/// Calls `check` with the plan of every strategy for every three shapes of the grid on every small
-/// world. The second parameter is always gathered in half of the cases.
+/// Calls `check` with the plan of every strategy for every two shapes of the grid, and three shapes of a
+/// third parameter, on small worlds. The second parameter is always gathered in half of the cases.
 pub(crate) fn for_each_plan(
     check: impl Fn(&[ParameterInfo], &dyn ShardingStrategy, &ShardingPlan),
 ) {
-    let worlds: Vec<_> = (1..=6).chain([64]).map(|size| WorldSize::new(size).unwrap()).collect();
+    let worlds = [1, 2, 3, 5, 64].map(|size| WorldSize::new(size).unwrap());
     let pairs = SHAPES.iter().flat_map(|first| SHAPES.iter().map(move |second| (first, second)));
     for ((first, second), third) in
-        pairs.flat_map(|pair| SHAPES.iter().map(move |third| (pair, third)))
+        pairs.flat_map(|pair| [&[1][..], &[7, 2], &[4, 0]].map(move |third| (pair, third)))
     {
         for always_gather in [false, true] {
             let second = parameter("h.1.w", second).with_always_gather(always_gather);
@@ -269,13 +268,6 @@ fn single_rank_sends_nothing() {
     });
 }
 
-#[test]
-fn plans_are_deterministic() {
-    for_each_plan(|parameters, strategy, plan| {
-        assert_eq!(&strategy.plan(parameters, plan.world_size()).unwrap(), plan);
-    });
-}
-
 /// Returns the rank that owns a whole parameter.
 fn owner(plan: &ShardingPlan, name: &str) -> Option<Rank> {
     match plan.parameters()[plan.index_of(name)?].cut() {
@@ -305,8 +297,7 @@ pub(crate) fn replicated(plan: &ShardingPlan, replicas: u64) -> ShardingPlan {
 
 #[test]
 fn layers_stay_whole_and_balanced() {
-    let lists =
-        (0..5_u64.pow(5)).map(|code| [0, 1, 2, 3, 4].map(|digit| code / 5_u64.pow(digit) % 5));
+    let lists = (0..5_u64.pow(4)).map(|code| [0, 1, 2, 3].map(|digit| code / 5_u64.pow(digit) % 5));
     for sizes in lists {
         let layers = (0..).zip(sizes).map(|(layer, size)| (format!("h.{layer}"), size));
         let halves = layers
@@ -393,34 +384,6 @@ fn search_agrees_with_exhaustive_search() {
                     assert_eq!(smallest, u128::from(budget + bytes));
                 }
                 (outcome, fastest) => panic!("{outcome:?} where {fastest:?}"),
-            }
-        }
-    }
-}
-
-proptest! {
-    #[test]
-    fn neighboring_shards_are_contiguous(
-        rows in 1..1_u64 << 40,
-        columns in 1..1_u64 << 16,
-        world in 2..=WorldSize::MAX.as_u64(),
-        rank in any::<u64>(),
-    ) {
-        let world_size = WorldSize::new(world).unwrap();
-        let rank = usize::try_from(rank % (world - 1)).unwrap();
-        let parameters = [parameter("a", &[rows, columns]), parameter("b", &[columns, rows])];
-        for layout in [Layout::Dim0, Layout::Flat] {
-            let plan = Full::new(layout).plan(&parameters, world_size).unwrap();
-            let mut pair = ranks(&plan).skip(rank);
-            let rank = pair.next().unwrap();
-            let next_rank = pair.next().unwrap();
-            for param_idx in [0, 1] {
-                let shard = plan.shards(param_idx, rank).unwrap().next();
-                let next_shard = plan.shards(param_idx, next_rank).unwrap().next();
-                if let (Some(shard), Some(next)) = (shard, next_shard) {
-                    prop_assert_eq!(shard.start_offset + shard.shard_size, next.start_offset);
-                    prop_assert_eq!(shard.shard_index + 1, next.shard_index);
-                }
             }
         }
     }
