@@ -186,42 +186,59 @@ fn bytes(number: &str, unit: &str) -> f64 {
     number.parse::<f64>().unwrap() * 1024_f64.powi(i32::try_from(power).unwrap())
 }
 
-/// Draws a model and options, and returns the arguments of their dry run.
+/// Draws a model and options, and returns the arguments of their dry run. Its step takes a few seconds.
 fn random_dry_run(draw: &mut RandomDraws, home: &ModelHome) -> Vec<String> {
+    let (vocabulary, hidden, width, layers, tokens) = loop {
+        let least = 260 << draw.below(10);
+        let vocabulary = (least + draw.below(least)).min(152_000);
+        let hidden = draw.choose(&[32, 64, 128, 256]);
+        let width = hidden * draw.choose(&[1, 2, 3, 5, 8, 16, 32, 64]) / 2 + draw.below(2);
+        let layers = 1 + draw.below(1 << draw.below(5));
+        let tokens = 128 << draw.below(6);
+        let numbers = 2 * vocabulary * hidden + layers * hidden * (4 * hidden + 3 * width);
+        if numbers < 60_000_000 && numbers * tokens < 8_000_000_000 {
+            break (vocabulary, hidden, width, layers, tokens);
+        }
+    };
     let mut fields = config();
-    let least = 256 << draw.below(9);
-    let vocabulary = least + draw.below(least);
-    let hidden = draw.choose(&[32, 64, 128, 256]);
-    fields["vocab_size"] = json!(vocabulary.clamp(260, 130_000));
+    fields["vocab_size"] = json!(vocabulary);
     fields["hidden_size"] = json!(hidden);
-    fields["intermediate_size"] = json!(hidden * 3);
-    fields["num_hidden_layers"] = json!(1 + draw.below(4));
+    fields["intermediate_size"] = json!(width);
+    fields["num_hidden_layers"] = json!(layers);
     fields["max_position_embeddings"] = json!(512);
     fields["tie_word_embeddings"] = json!(draw.below(2) == 0);
     fs::write(home.at("new/config.json"), fields.to_string()).unwrap();
-    let line = json!("a text of many words, ".repeat(40)).to_string() + "\n";
-    fs::write(home.at("texts/0.jsonl"), line.repeat(64)).unwrap();
-    let rows = draw.choose(&["2", "4", "8", "16"]);
-    let context = draw.choose(&["16", "64", "128", "512"]);
-    let devices = draw.choose(&["1", "2", "3"]);
-    let options = ["train", "--init", "1", "--dry-run", "--overlong", "truncate"];
-    let sizes = ["--batch-size", rows, "--context", context, "--world-size", devices];
+    let lines: Vec<String> = (0..1500)
+        .map(|_| json!("a text of many words, ".repeat(draw.choose(&[1, 3, 10, 40]))).to_string())
+        .collect();
+    fs::write(home.at("texts/0.jsonl"), lines.join("\n")).unwrap();
+    let context = draw.choose(&[16, 64, 128, 512]);
+    let devices = draw.choose(&[1, 2, 2, 3, 4, 8]);
     let (model, texts) = (home.path("new"), home.path("texts"));
-    let paths = ["--model", &model, "--data", &texts];
-    let mut all = [&options[..], &sizes, &paths].concat();
-    all.extend(["--dtype", draw.choose(&["f32", "bf16"])]);
-    all.extend(draw.choose(&[&[][..], &["--strategy", "full"]]));
+    let options = ["train", "--init", "1", "--dry-run", "--overlong", "truncate"];
+    let mut all: Vec<&str> = [&options[..], &["--model", &model, "--data", &texts]].concat();
+    let [context, world_size, tokens] =
+        [context, devices, tokens.max(context * devices)].map(|number| number.to_string());
+    all.extend(["--context", &context, "--world-size", &world_size, "--max-tokens", &tokens]);
+    all.extend(["--dtype", draw.choose(&["f32", "f32", "bf16"])]);
+    all.extend(draw.choose(&[&[][..], &[], &["--rows", "packed"]]));
     all.extend(draw.choose(&[&[][..], &[], &["--lora", "8"]]));
+    all.extend(draw.choose(&[&[][..], &[], &["--accumulate", "2"]]));
+    if let Some(strategy) = draw.choose(&[None, Some("full"), Some("whole-tensor")]) {
+        all.extend(["--strategy", strategy]);
+        all.extend(["--keep", draw.choose(&["inputs", "inputs", "graph", "gathered"])]);
+    }
     all.into_iter().map(str::to_owned).collect()
 }
 
-/// A dry run takes at most the memory that the limit compares, and at least 0.6 of it.
+/// No dry run takes more memory than the bound that the limit compares, and nine of ten take at least
+/// half of it.
 #[cfg(target_os = "linux")]
 #[test]
 fn predicted_memory_bounds_the_peak() {
     let mut draw = RandomDraws::new();
-    let mut wrong = Vec::new();
-    for _ in 0..size(2, 60) {
+    let (mut shares, mut above) = (Vec::new(), Vec::new());
+    for _ in 0..size(2, 300) {
         let home = ModelHome::new();
         let args = random_dry_run(&mut draw, &home);
         let output =
@@ -239,12 +256,15 @@ fn predicted_memory_bounds_the_peak() {
         };
         let config = fs::read_to_string(home.at("new/config.json")).unwrap();
         let share = bytes(measured, measured_unit) / bytes(number, unit);
-        println!("{share:.2} of {number} {unit}: {} {config}", args[6..].join(" "));
-        if !(0.6..=1.0).contains(&share) {
-            wrong.push(format!("{share:.2}: {} {config}", args[6..].join(" ")));
+        println!("{share:.2} of {number} {unit}: {} {config}", args[8..].join(" "));
+        shares.push(share);
+        if share > 1.0 {
+            above.push(format!("{share:.2}: {} {config}", args[8..].join(" ")));
         }
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(above.is_empty(), "{}", above.join("\n"));
+    let n_loose = shares.iter().filter(|&&share| share < 0.5).count();
+    assert!(10 * n_loose <= shares.len().max(20), "{n_loose} of {} are below half", shares.len());
 }
 
 /// A text in one line stays within the limit, or is rejected before it takes more.

@@ -1,8 +1,16 @@
 //! Prediction of the memory of a training process.
+//!
+//! Parameters, gradients and optimizer state come from the cost of a plan; the rest is what a batch adds at
+//! the moments of a step when memory may peak. Devices reach each moment at about the same time, because
+//! they agree on the loss between the passes, so each counts on all devices.
 
 use core_types::{Rank, WorldSize};
 use dyn_batch::Batch;
-use fsdp_plan::{ParameterInfo, cost::RankCost};
+use fsdp_plan::{
+    ParameterInfo, ShardingPlan,
+    cost::{PlanCost, RankCost},
+    strategy::{Full, ShardingStrategy},
+};
 
 use crate::{
     cost::{
@@ -18,8 +26,14 @@ use crate::{
 /// Buffers of kernels and bookkeeping.
 const KERNEL_BYTES: u128 = 10 << 20;
 
-/// The gaps that the allocator leaves between tensors take a fifth of the tensors' bytes.
-const GAP_DIVISOR: u128 = 5;
+/// The gaps that the allocator leaves between tensors take a tenth of the tensors' bytes.
+const GAP_DIVISOR: u128 = 10;
+
+/// Bytes of a number in single precision.
+const SINGLE: u128 = size_of::<f32>() as u128;
+
+/// A name and its bytes.
+type Term = (&'static str, u128);
 
 /// The predicted peak of a process's memory, term by term.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,25 +41,28 @@ const GAP_DIVISOR: u128 = 5;
 pub struct MemoryPrediction {
     /// Names and bytes.
     pub terms: Vec<(&'static str, u64)>,
+    /// Bytes of the devices' blocks of logits. A smaller tensor that outlives a step may lie where one of
+    /// them was, and the next step then takes new memory for it.
+    pub movable_bytes: u64,
 }
 
 impl MemoryPrediction {
-    /// The error that limits allow for, in percent of the prediction. The constants of the prediction are
-    /// fitted to 1,000 random dry runs of up to four layers (glibc, two cores of an AMD EPYC), whose peaks
-    /// are 0.75 to 1.24 of it. `predicted_memory_bounds_the_peak` in the tests of the command line measures
-    /// new ones.
-    const LARGEST_ERROR_PERCENT: u64 = 25;
+    /// The error that limits allow for beside movable tensors, in percent of the prediction: 300 random dry
+    /// runs (glibc, two cores of an AMD EPYC) were at most PERCENT above it.
+    /// `predicted_memory_bounds_the_peak` in the tests of the command line measures new ones.
+    const LARGEST_ERROR_PERCENT: u64 = 15;
 
     /// Returns the sum of all terms.
     pub fn total(&self) -> u64 {
         self.terms.iter().fold(0, |total, (_, bytes)| total.saturating_add(*bytes))
     }
 
-    /// Returns the most bytes that the process may take: the prediction and its largest known error.
-    /// Limits are compared with it.
+    /// Returns the most bytes that the process may take: the prediction, a second place for movable
+    /// tensors, and the largest known error. Limits are compared with it.
     pub fn upper_bound(&self) -> u64 {
         let total = self.total();
-        total.saturating_add(total / 100 * Self::LARGEST_ERROR_PERCENT)
+        let error = total / 100 * Self::LARGEST_ERROR_PERCENT;
+        total.saturating_add(error).saturating_add(self.movable_bytes)
     }
 }
 
@@ -101,27 +118,29 @@ impl Workload<'_> {
         Ok(Some(schedule.handed_over(Rank::ZERO)?.into()))
     }
 
-    /// Predicts the memory of the process, with measured constants for activations.
+    /// Predicts the memory of the process.
     ///
     /// # Errors
     ///
     /// [`Error::Plan`](crate::Error::Plan) if the parameters cannot be sharded as requested.
     pub fn predict(&self) -> Result<MemoryPrediction> {
-        let mut tensors = match self.sharding {
-            None => self.whole_terms(),
-            Some(sharding) => self.sharded_terms(sharding)?,
+        let state = match self.sharding {
+            None => self.replicated_state()?,
+            Some(sharding) => self.sharded_state(sharding)?,
         };
-        tensors.extend(self.is_packed.then(|| ("masks of packed rows", self.mask_bytes())));
-        let bytes_of_tensors: u128 = tensors.iter().map(|(_, bytes)| bytes).sum();
+        let moments = self.moments(&state);
+        let largest = moments.into_iter().max_by_key(|moment| sum(moment)).unwrap_or_default();
+        let tensors: Vec<Term> =
+            state.stored.into_iter().chain(largest).filter(|&(_, bytes)| bytes > 0).collect();
+        let gaps = sum(&tensors) / GAP_DIVISOR;
         let mut terms = vec![("program, text and batches", u128::from(self.base_bytes))];
         terms.extend(tensors);
-        terms.push(("kernels", KERNEL_BYTES));
-        terms.push(("gaps between tensors", bytes_of_tensors / GAP_DIVISOR));
-        let terms = terms
-            .into_iter()
-            .map(|(name, bytes)| (name, u64::try_from(bytes).unwrap_or(u64::MAX)))
-            .collect();
-        Ok(MemoryPrediction { terms })
+        terms.extend([("kernels", KERNEL_BYTES), ("gaps between tensors", gaps)]);
+        let fit = |bytes| u64::try_from(bytes).unwrap_or(u64::MAX);
+        Ok(MemoryPrediction {
+            terms: terms.into_iter().map(|(name, bytes)| (name, fit(bytes))).collect(),
+            movable_bytes: fit(self.n_devices() * self.block_bytes()),
+        })
     }
 
     /// Predicts the memory of the largest process, if all processes have equal numbers of ranks.
@@ -143,8 +162,8 @@ impl Workload<'_> {
     }
 
     /// Returns the bytes that the process would save without clipping, because a sharded model would
-    /// then update each unit in the backward pass. Returns `None` if that saves nothing: it does so already,
-    /// accumulated gradients keep it from doing so, or activations outweigh gradients.
+    /// then update each unit in the backward pass. Returns `None` if that saves nothing: it does so already, or
+    /// accumulated gradients keep it from doing so.
     ///
     /// # Errors
     ///
@@ -172,149 +191,221 @@ impl Workload<'_> {
         Ok((needed > available).then_some(needed))
     }
 
-    /// Returns the terms of an unsharded model. The slots of a process share its variables, and divide
-    /// the optimizer state among them.
-    fn whole_terms(&self) -> Vec<(&'static str, u128)> {
-        let all: u128 = self.parameters.iter().map(|parameter| self.stored_bytes(parameter)).sum();
-        let devices = self.n_devices();
-        let trained = self.parameters.iter().filter(|parameter| parameter.requires_grad());
-        let trained: u128 = trained.map(|parameter| u128::from(parameter.numel())).sum();
-        let single = Precision::F32.bytes();
-        let gradients = devices * trained * self.precision.bytes();
+    /// Returns the bytes of an unsharded model. The slots of a process share its variables, and divide the
+    /// optimizer state and the sums of gradients among them.
+    fn replicated_state(&self) -> Result<ModelState> {
+        let cost = self.cost(&Full::default().plan(self.parameters, WorldSize::ONE)?, None)?;
+        // A world has at least one rank.
+        let only = &cost.ranks[0];
+        let (devices, trained) = (self.n_devices(), self.trained_numel());
+        let copies = self.parameters.iter().map(|parameter| self.half_copy_bytes(parameter)).sum();
+        let singles = devices * trained * SINGLE;
+        let earlier = if self.accumulates { singles } else { 0 };
         // The only device's gradients are their own sum.
-        let sum = if devices > 1 { trained * single } else { 0 };
-        let activations = devices * self.max_tokens() * self.computed_bytes(self.sizes.layers);
-        let mut terms = vec![("parameters", all), ("optimizer state", trained * 2 * single)];
-        terms.extend(self.accumulates.then_some(("gradients of earlier micro-batches", gradients)));
-        let at_the_end = gradients + sum + self.embedding_bytes();
-        terms.extend(self.passes(activations, at_the_end, 0));
-        terms
+        let sums = if devices > 1 { trained * SINGLE } else { 0 };
+        Ok(ModelState {
+            stored: vec![
+                ("parameters", u128::from(only.storage_bytes)),
+                ("half-precision copies", copies),
+                ("optimizer state", only.optimizer_bytes.into()),
+                ("gradients of earlier micro-batches", earlier),
+            ],
+            gradients: devices * trained * self.precision.bytes(),
+            embedding: 2 * devices * self.embedding_bytes(),
+            reduced: singles - earlier + sums,
+            keep: Keep::Graph,
+        })
     }
 
-    /// Returns the terms of a sharded model, from the cost of its plan.
-    fn sharded_terms(&self, sharding: &Sharding) -> Result<Vec<(&'static str, u128)>> {
+    /// Returns the bytes of a sharded model.
+    fn sharded_state(&self, sharding: &Sharding) -> Result<ModelState> {
         let plan = sharding.plan(self.parameters, WorldSize::new(self.world_size)?)?;
-        let cost = plan.cost(&sharding::cost_model(Some(sharding), self.precision))?;
+        let cost = self.cost(&plan, Some(sharding))?;
         let own_ranks = self.ranks.0..self.ranks.1;
         let own: Vec<&RankCost> =
             cost.ranks.iter().filter(|rank| own_ranks.contains(&rank.rank.as_u64())).collect();
-        let sum =
+        let total =
             |bytes: fn(&RankCost) -> u64| own.iter().map(|rank| u128::from(bytes(rank))).sum();
         // The slots of a process share gathered parameters.
         let gathered = own.iter().map(|rank| rank.gathered_bytes).fold(0, u64::max);
-        let token_bytes = match sharding.keep {
-            Keep::Inputs => {
-                let inputs = (self.sizes.layers + 1) * self.sizes.hidden;
-                // Measured: a tenth is freed before the rest is computed.
-                (inputs as u128 * self.precision.bytes() + self.computed_bytes(1)) * 9 / 10
+        let checked = if self.check { self.parameters.iter().map(f32_bytes).sum() } else { 0 };
+        let gradients: u128 = total(|rank| rank.grad_bytes);
+        let (earlier, reduced) = if self.accumulates { (gradients, 0) } else { (0, gradients) };
+        let unreduced: u128 = total(|rank| rank.unreduced_bytes);
+        Ok(ModelState {
+            stored: vec![
+                ("parameters", total(|rank| rank.storage_bytes)),
+                ("optimizer state", total(|rank| rank.optimizer_bytes)),
+                ("gathered parameters", gathered.into()),
+                ("gradients of earlier micro-batches", earlier),
+                ("checked gradients", checked),
+            ],
+            gradients: reduced + unreduced,
+            embedding: self.n_devices() * self.embedding_bytes(),
+            reduced: 0,
+            keep: sharding.keep,
+        })
+    }
+
+    /// Returns the cost of a plan for this run's runtime.
+    fn cost(&self, plan: &ShardingPlan, sharding: Option<&Sharding>) -> Result<PlanCost> {
+        Ok(plan.cost(&sharding::cost_model(sharding, self.precision))?)
+    }
+
+    /// Returns the terms of each moment of a step when memory may peak.
+    fn moments(&self, state: &ModelState) -> [Vec<Term>; 5] {
+        let devices = self.n_devices();
+        let tokens = devices * self.max_tokens();
+        let batch = self.batch(state.keep);
+        let masks = ("masks of packed rows", self.mask_bytes(self.kept_mask_bytes()));
+        let activations = ("activations", tokens * batch.kept);
+        let head_gradients = devices * self.head_gradient_bytes();
+        let copy = self.parameters.iter().map(f32_bytes).fold(0, u128::max);
+        [
+            vec![("a copy while loading", copy)],
+            vec![("masks in the making", self.mask_bytes(self.made_mask_bytes()))],
+            vec![
+                activations,
+                masks,
+                ("logits", devices * self.block_bytes()),
+                ("other values of the head", tokens * batch.head),
+                ("gradient of the head", head_gradients),
+            ],
+            vec![
+                activations,
+                masks,
+                ("backward pass of a unit", (tokens * batch.backward).max(state.embedding)),
+                ("gradients", state.gradients),
+            ],
+            vec![("gradients and their sums", state.reduced)],
+        ]
+    }
+
+    /// Returns the bytes per token of a device's batch.
+    fn batch(&self, keep: Keep) -> BatchBytes {
+        let ModelSizes { layers, hidden, .. } = self.sizes;
+        let [layers, hidden] = [layers, hidden].map(|size| size as u128);
+        let input = hidden * self.precision.bytes();
+        let [layer, backward, head] =
+            [self.layer_bytes(), self.layer_backward_bytes(), self.head_bytes()];
+        match keep {
+            // The last unit's graph is computed again, from a copy of its input.
+            Keep::Inputs => BatchBytes {
+                kept: (layers + 1) * input,
+                head,
+                backward: layer + 2 * input + backward,
+            },
+            Keep::Graph | Keep::Gathered => {
+                let units = if self.sharding.is_some() { 2 * layers } else { 0 };
+                BatchBytes { kept: layers * layer + (units + 1) * input + head, head: 0, backward }
             }
-            Keep::Graph | Keep::Gathered => self.computed_bytes(self.sizes.layers),
-        };
-        let all_gradients: u128 = self.parameters.iter().map(f32_bytes).sum();
-        let activations = self.n_devices() * self.max_tokens() * token_bytes;
-        let mut terms = vec![
-            ("parameters", sum(|rank| rank.storage_bytes)),
-            ("optimizer state", sum(|rank| rank.optimizer_bytes)),
-            ("gathered parameters", gathered.into()),
-        ];
-        let gradients = sum(|rank| rank.grad_bytes);
-        let of_units = sum(|rank| rank.unreduced_bytes);
-        let at_the_end = if self.accumulates {
-            terms.push(("gradients of earlier micro-batches", gradients));
-            of_units
-        } else {
-            gradients + of_units
-        };
-        terms.extend(self.passes(activations, at_the_end, gathered.into()));
-        terms.extend(self.check.then_some(("checked gradients", all_gradients)));
-        Ok(terms)
-    }
-
-    /// Returns the terms of the moment with the largest memory: the end of the forward pass, with all
-    /// `activations`, the end of the backward pass, with `gradients`, or before training, while a
-    /// parameter is loaded and nothing is `gathered`.
-    fn passes(
-        &self,
-        activations: u128,
-        gradients: u128,
-        gathered: u128,
-    ) -> Vec<(&'static str, u128)> {
-        let head = self.head_bytes();
-        let forward = activations + head;
-        let training = forward.max(gradients);
-        let largest_copy = self.parameters.iter().map(f32_bytes).fold(0, u128::max);
-        let loading = largest_copy.saturating_sub(training + gathered);
-        let mut terms =
-            vec![("activations", activations), ("logits and gradients of the head", head)];
-        terms
-            .extend((gradients > forward).then(|| ("gradients beyond these", gradients - forward)));
-        terms.extend((loading > 0).then_some(("a copy while loading", loading)));
-        terms
-    }
-
-    /// Returns the bytes of a parameter of an unsharded model. One that is stored in single precision
-    /// also has a copy in the half precision that the model computes in.
-    fn stored_bytes(&self, parameter: &ParameterInfo) -> u128 {
-        let bytes = u128::from(parameter.bytes());
-        let computed = u128::from(parameter.numel()) * self.precision.bytes();
-        if computed < bytes { bytes + computed } else { bytes }
-    }
-
-    /// Returns the bytes of a token in `layers` layers. The backward pass of a layer takes the place of its
-    /// forward pass.
-    fn computed_bytes(&self, layers: usize) -> u128 {
-        let ModelSizes { layer_width, hidden, .. } = self.sizes;
-        // The input of the head has a gradient in single precision.
-        let head = 2 * hidden as u128 * Precision::F32.bytes();
-        (layers * layer_width) as u128 * self.computed_bits() / 8 + head
-    }
-
-    /// Returns the bits of an item that a kernel computes.
-    fn computed_bits(&self) -> u128 {
-        match self.precision {
-            Precision::F32 => 32,
-            // Kernels compute half precision in single precision: measured.
-            Precision::Bf16 => 52,
         }
     }
 
-    /// Returns the bytes of the logits and of the head's gradient.
+    /// Returns the bytes of a token that the graph of a layer keeps.
     ///
-    /// Logits are computed by blocks of 8 MiB, or of 128 rows if these are more
-    /// ([`linear_cross_entropy`](fused_ops::linear_cross_entropy)). The devices of a process are rarely
-    /// all at their heads, so three fifths of the blocks count, and four fifths of a single one. The
-    /// gradient is in single precision, and half of it exists a second time.
-    fn head_bytes(&self) -> u128 {
-        const FEWEST_ROWS: u128 = 128;
-        const BLOCK_BYTES: u128 = 8 << 20;
-        let row = self.sizes.vocabulary as u128 * Precision::F32.bytes();
-        let block = (self.max_tokens() * row).min(BLOCK_BYTES.max(FEWEST_ROWS * row));
-        let gradient = if self.trains_all() { self.sizes.hidden as u128 * row } else { 0 };
-        let devices = self.n_devices();
-        block * (3 * devices).max(4) / 5 + devices * gradient * 3 / 2
+    /// Numbers of the hidden width: two norms, the sum after attention, and the result. Of the queries:
+    /// rotated queries, and results of attention. Of the keys: rotated keys, and values. Of the feed-forward
+    /// network: gate and up. In half precision every operation also keeps its inputs and results in single
+    /// precision.
+    fn layer_bytes(&self) -> u128 {
+        let ModelSizes { hidden, queries, keys, feed_forward, .. } = self.sizes;
+        let [hidden, queries, keys, feed_forward] =
+            [hidden, queries, keys, feed_forward].map(|size| size as u128);
+        let results = 4 * hidden + 2 * queries + 2 * keys;
+        match self.precision {
+            Precision::F32 => SINGLE * (results + 2 * feed_forward),
+            Precision::Bf16 => {
+                let singles = 11 * hidden + 4 * queries + 4 * keys + 2 * feed_forward;
+                SINGLE * singles + self.precision.bytes() * results
+            }
+        }
     }
 
-    /// Returns the bytes that the gradient of the embedding takes while it is added up.
+    /// Returns the bytes of a token that the backward pass of a layer takes for a moment: three gradients of
+    /// the feed-forward network's width, or gradients of queries, keys and values, and four of the hidden
+    /// width.
+    fn layer_backward_bytes(&self) -> u128 {
+        let ModelSizes { hidden, queries, keys, feed_forward, .. } = self.sizes;
+        SINGLE * (4 * hidden + (3 * feed_forward).max(3 * queries + 2 * keys)) as u128
+    }
+
+    /// Returns the bytes of a token at the head: the norm's result and its gradient, and in half precision
+    /// also the inputs of both operations in single precision.
+    fn head_bytes(&self) -> u128 {
+        let hidden = self.sizes.hidden as u128;
+        match self.precision {
+            Precision::F32 => 2 * SINGLE * hidden,
+            Precision::Bf16 => (4 * SINGLE + self.precision.bytes()) * hidden,
+        }
+    }
+
+    /// Returns the bytes of a device's block of logits: 8 MiB, or 128 rows if these are more
+    /// ([`linear_cross_entropy`](fused_ops::linear_cross_entropy)).
+    fn block_bytes(&self) -> u128 {
+        const FEWEST_ROWS: u128 = 128;
+        const BLOCK_BYTES: u128 = 8 << 20;
+        let row = self.sizes.vocabulary as u128 * SINGLE;
+        (self.max_tokens() * row).min(BLOCK_BYTES.max(FEWEST_ROWS * row))
+    }
+
+    /// Returns the bytes of the gradient of the head's weight, which the forward pass computes in single
+    /// precision.
+    fn head_gradient_bytes(&self) -> u128 {
+        if self.trains_all() { self.embedding_numel() * SINGLE } else { 0 }
+    }
+
+    /// Returns the bytes of a copy of the embedding's gradient.
     fn embedding_bytes(&self) -> u128 {
-        let numel = self.sizes.vocabulary as u128 * self.sizes.hidden as u128;
-        if self.trains_all() { numel * self.precision.bytes() * 3 / 2 } else { 0 }
+        if self.trains_all() { self.embedding_numel() * self.precision.bytes() } else { 0 }
+    }
+
+    fn embedding_numel(&self) -> u128 {
+        self.sizes.vocabulary as u128 * self.sizes.hidden as u128
+    }
+
+    /// Returns the bytes of masks of packed rows with `pair_bytes` for each pair of tokens in a row.
+    fn mask_bytes(&self, pair_bytes: u128) -> u128 {
+        if !self.is_packed {
+            return 0;
+        }
+        let pairs = self.steps.iter().map(|batches| {
+            let (rows, length) = self.rows_and_length(batches);
+            rows * length * length
+        });
+        self.n_devices() * pair_bytes * pairs.fold(0, u128::max)
+    }
+
+    /// Returns the bytes that a pair of tokens has in a mask, which all layers share. Attention widens a
+    /// mask in half precision.
+    fn kept_mask_bytes(&self) -> u128 {
+        match self.precision {
+            Precision::F32 => SINGLE,
+            Precision::Bf16 => self.precision.bytes() + SINGLE,
+        }
+    }
+
+    /// Returns the bytes that a pair of tokens has in a mask, and in the tensors that it is made of.
+    fn made_mask_bytes(&self) -> u128 {
+        1 + 2 * self.precision.bytes() + SINGLE
+    }
+
+    /// Returns the bytes of a parameter's copy in the half precision that an unsharded model computes in;
+    /// 0 if the parameter itself is stored so.
+    fn half_copy_bytes(&self, parameter: &ParameterInfo) -> u128 {
+        let computed = u128::from(parameter.numel()) * self.precision.bytes();
+        if computed < u128::from(parameter.bytes()) { computed } else { 0 }
+    }
+
+    /// Returns the number of trained numbers.
+    fn trained_numel(&self) -> u128 {
+        let trained = self.parameters.iter().filter(|parameter| parameter.requires_grad());
+        trained.map(|parameter| u128::from(parameter.numel())).sum()
     }
 
     /// Returns true if no parameter is frozen.
     fn trains_all(&self) -> bool {
         self.parameters.iter().all(ParameterInfo::requires_grad)
-    }
-
-    /// Returns the bytes of masks, which have one value per pair of tokens in a row, and of the tensors
-    /// that masks are computed from.
-    fn mask_bytes(&self) -> u128 {
-        let pair_bytes = 1 + 2 * self.precision.bytes() + Precision::F32.bytes();
-        let mut max_pairs = 0_u128;
-        for batches in self.steps {
-            let (rows, length) = self.rows_and_length(batches);
-            max_pairs = max_pairs.max(rows * length * length);
-        }
-        self.n_devices() * pair_bytes * max_pairs
     }
 
     /// Returns the number of devices of the process.
@@ -341,6 +432,34 @@ impl Workload<'_> {
     }
 }
 
+/// The bytes of a model on the devices of a process.
+struct ModelState {
+    /// Bytes that exist through the whole step.
+    stored: Vec<Term>,
+    /// Gradients at the end of the backward pass.
+    gradients: u128,
+    /// Copies of the embedding's gradient while it is added up.
+    embedding: u128,
+    /// Gradients and their sums, after the activations are freed.
+    reduced: u128,
+    /// Values that units keep for the backward pass.
+    keep: Keep,
+}
+
+/// The bytes of a token of a device's batch.
+struct BatchBytes {
+    /// Values kept from the forward to the backward pass.
+    kept: u128,
+    /// Further values while the head computes its loss.
+    head: u128,
+    /// Further values while a layer is differentiated.
+    backward: u128,
+}
+
+fn sum(terms: &[Term]) -> u128 {
+    terms.iter().map(|(_, bytes)| bytes).sum()
+}
+
 /// Returns the bytes of a parameter in single precision.
 fn f32_bytes(parameter: &ParameterInfo) -> u128 {
     u128::from(parameter.numel()) * size_of::<f32>() as u128
@@ -357,6 +476,8 @@ mod tests {
 
     /// Two blocks of width 128.
     const SMALL: (usize, usize) = (2, 128);
+    /// The width of the feed-forward network of this model.
+    const FEED_FORWARD: u128 = 352;
 
     fn model((layers, hidden): (usize, usize)) -> Model {
         let config = serde_json::json!({
@@ -369,160 +490,12 @@ mod tests {
         Model(Llama::from_config(config).unwrap())
     }
 
-    /// Predicts the memory of a process of four devices, without batches.
-    fn predicted(config: (usize, usize), sharding: Option<&Sharding>) -> MemoryPrediction {
-        let parameters = &model(config).parameters().unwrap();
-        let work = Workload {
-            check: false,
-            sizes: model(config).sizes(),
-            precision: Precision::F32,
-            parameters,
-            sharding,
-            steps: &[],
-            is_packed: false,
-            accumulates: false,
-            world_size: 4,
-            ranks: (0, 4),
-            base_bytes: 1,
-        };
-        work.predict().unwrap()
-    }
-
-    #[test]
-    fn devices_share_or_shard_the_model() {
-        let all = model(SMALL).parameters().unwrap().iter().map(ParameterInfo::bytes).sum::<u64>();
-        let head = 260 * 128 * 4;
-        let with_gaps = |tensors: u64| 1 + (10 << 20) + tensors + tensors / 5;
-        let whole = predicted(SMALL, None);
-        assert_eq!(whole.total(), with_gaps(all + 2 * all + (4 + 1) * all + head * 3 / 2));
-
-        let sharding = |keep| Sharding { keep, ..Sharding::default() };
-        let parts = predicted(SMALL, Some(&sharding(Keep::Inputs)));
-        let unit = (4 * 128 * 128 + 3 * 352 * 128 + 2 * 128) * 4;
-        // Each of 21 parameters has a step count on each device.
-        let state = 2 * all + 4 * 21 * 4;
-        let tensors = all + state + unit + (all + 4 * unit);
-        assert_eq!(parts.total(), with_gaps(tensors));
-        assert_eq!(parts.terms[3], ("gathered parameters", unit));
-
-        let gathered = predicted(SMALL, Some(&sharding(Keep::Gathered)));
-        assert_eq!(gathered.terms[3], ("gathered parameters", all));
-    }
-
-    #[test]
-    fn known_error_is_added_to_the_bound() {
-        let predicted = |bytes| MemoryPrediction { terms: vec![("a", bytes), ("b", 100)] };
-        assert_eq!(predicted(900).upper_bound(), 1250);
-        assert_eq!(predicted(u64::MAX).upper_bound(), u64::MAX);
-    }
-
-    #[test]
-    fn frozen_models_take_a_copy_while_loading() {
-        let parameters = model(SMALL).parameters().unwrap();
-        let frozen: Vec<ParameterInfo> =
-            parameters.into_iter().map(|parameter| parameter.with_requires_grad(false)).collect();
-        let terms = replicated(&frozen, &[]).predict().unwrap().terms;
-        assert!(terms.contains(&("a copy while loading", 352 * 128 * 4)), "{terms:?}");
-    }
-
-    #[test]
-    fn accumulated_gradients_are_kept() {
-        let parameters = &model(SMALL).parameters().unwrap();
-        let tensors = |accumulates| {
-            let work = Workload { accumulates, ..replicated(parameters, &[]) };
-            work.whole_terms().iter().map(|(_, bytes)| bytes).sum::<u128>()
-        };
-        let all = parameters.iter().map(f32_bytes).sum::<u128>();
-        assert_eq!(tensors(true) - tensors(false), 2 * all);
-        let sharding = Sharding::default();
-        let sharded = Workload {
-            accumulates: true,
-            sharding: Some(&sharding),
-            ..replicated(parameters, &[])
-        };
-        let terms = sharded.sharded_terms(&sharding).unwrap();
-        assert!(terms.contains(&("gradients of earlier micro-batches", all)), "{terms:?}");
-    }
-
-    #[test]
-    fn the_larger_pass_counts() {
-        let work = replicated(&[], &[]);
-        let head = work.head_bytes();
-        let passes = |activations, gradients| {
-            let terms = work.passes(activations, gradients, 7);
-            terms.iter().map(|(_, bytes)| bytes).sum::<u128>()
-        };
-        assert_eq!(passes(100, 50), 100 + head);
-        assert_eq!(passes(100, 101 + head), 101 + head);
-        let largest = 352 * 128 * 4;
-        let parameters = &model(SMALL).parameters().unwrap();
-        let loaded = Workload {
-            sizes: ModelSizes { vocabulary: 0, ..work.sizes },
-            ..replicated(parameters, &[])
-        };
-        assert_eq!(
-            loaded.passes(100, 50, 7).last(),
-            Some(&("a copy while loading", largest - 107))
-        );
-    }
-
-    #[test]
-    fn clipping_takes_nothing_where_activations_outweigh_gradients() {
-        let parameters = &model(SMALL).parameters().unwrap();
-        let sharding = Sharding::default();
-        let saved = |rows| {
-            let steps = [vec![Batch::from_indices(0..rows, |_| 1000).unwrap()]];
-            let work = Workload { sharding: Some(&sharding), ..replicated(parameters, &steps) };
-            work.clipping_bytes().unwrap()
-        };
-        assert!(saved(0).is_some_and(|bytes| bytes > 1 << 20));
-        assert_eq!(saved(100), None);
-    }
-
-    #[test]
-    fn a_device_has_the_rows_of_the_fullest() {
-        let steps = [vec![Batch::from_indices(0..3, |_| 10).unwrap()]];
-        assert_eq!(replicated(&[], &steps).max_tokens(), 2 * 10);
-    }
-
-    #[test]
-    fn logits_are_computed_by_blocks() {
-        let steps = [vec![Batch::from_indices(0..2, |_| 1000).unwrap()]];
-        let frozen = [model(SMALL).parameters().unwrap().remove(0).with_requires_grad(false)];
-        let bytes = |vocabulary| {
-            let work = replicated(&frozen, &steps);
-            let sizes = ModelSizes { vocabulary, ..work.sizes };
-            Workload { sizes, ..work }.head_bytes()
-        };
-        assert_eq!(bytes(1 << 14), (8 << 20) * 6 / 5);
-        assert_eq!(bytes(1 << 8), 1000 * 1024 * 6 / 5);
-        assert_eq!(bytes(1 << 15), (128 << 17) * 6 / 5);
-        let steps = [vec![Batch::from_indices(0..1, |_| 1000).unwrap()]];
-        let alone = Workload { world_size: 1, ranks: (0, 1), ..replicated(&frozen, &steps) };
-        assert_eq!(alone.head_bytes(), 1000 * 260 * 4 * 4 / 5);
-        // A trained head has a gradient, in single precision for both types.
-        for precision in [Precision::F32, Precision::Bf16] {
-            let work = Workload { precision, ..replicated(&[], &[]) };
-            assert_eq!(work.head_bytes(), 2 * 128 * 260 * 4 * 3 / 2);
-            assert_eq!(work.embedding_bytes(), 128 * 260 * precision.bytes() * 3 / 2);
-        }
-    }
-
-    #[test]
-    fn one_layer_is_recomputed() {
-        let parameters = &model(SMALL).parameters().unwrap();
-        let steps = [vec![Batch::from_indices(0..2, |_| 10).unwrap()]];
-        let sharding = Sharding { keep: Keep::Inputs, ..Sharding::default() };
-        for precision in [Precision::F32, Precision::Bf16] {
-            let work = Workload { precision, ..replicated(parameters, &steps) };
-            let of_token = (3 * 128 * precision.bytes() + work.computed_bytes(1)) * 9 / 10;
-            let terms = work.sharded_terms(&sharding).unwrap();
-            assert!(terms.contains(&("activations", 2 * 10 * of_token)), "{terms:?}");
-        }
+    fn parameters() -> Vec<ParameterInfo> {
+        model(SMALL).parameters().unwrap()
     }
 
     /// Returns the work of two devices with the whole model.
-    fn replicated<'a>(parameters: &'a [ParameterInfo], steps: &'a [Vec<Batch>]) -> Workload<'a> {
+    fn work<'a>(parameters: &'a [ParameterInfo], steps: &'a [Vec<Batch>]) -> Workload<'a> {
         Workload {
             sizes: model(SMALL).sizes(),
             precision: Precision::F32,
@@ -538,22 +511,147 @@ mod tests {
         }
     }
 
+    /// Returns a step of rows of `length` tokens.
+    fn step(rows: u64, length: u64) -> [Vec<Batch>; 1] {
+        [vec![Batch::from_indices(0..rows, |_| length).unwrap()]]
+    }
+
+    /// Returns the bytes of a term; 0 without it.
+    fn term(work: &Workload<'_>, name: &str) -> u128 {
+        let terms = work.predict().unwrap().terms;
+        terms.iter().find(|(found, _)| *found == name).map_or(0, |&(_, bytes)| bytes.into())
+    }
+
+    #[test]
+    fn devices_share_or_shard_the_model() {
+        let parameters = &parameters();
+        let all: u128 = parameters.iter().map(|parameter| u128::from(parameter.bytes())).sum();
+        let unit = (4 * 128 * 128 + 3 * FEED_FORWARD * 128 + 2 * 128) * 4;
+        let four = Workload { world_size: 4, ranks: (0, 4), ..work(parameters, &[]) };
+        // Each of 21 parameters has a step count.
+        assert_eq!(term(&four, "parameters"), all);
+        assert_eq!(term(&four, "optimizer state"), 2 * all + 21 * 4);
+        assert_eq!(term(&four, "gradients and their sums"), (4 + 1) * all);
+        let alone = Workload { world_size: 1, ranks: (0, 1), ..four };
+        let embedding = 2 * 260 * 128 * 4;
+        assert_eq!(
+            term(&alone, "gradients") + term(&alone, "backward pass of a unit"),
+            all + embedding
+        );
+        for (keep, gathered) in [(Keep::Inputs, unit), (Keep::Gathered, all)] {
+            let sharding = Sharding { keep, ..Sharding::default() };
+            let four = Workload { sharding: Some(&sharding), ..four };
+            assert_eq!(term(&four, "parameters"), all);
+            assert_eq!(term(&four, "optimizer state"), 2 * all + 4 * 21 * 4);
+            assert_eq!(term(&four, "gathered parameters"), gathered);
+            assert_eq!(term(&four, "gradients"), all + 4 * unit);
+        }
+    }
+
+    #[test]
+    fn known_errors_are_added_to_the_bound() {
+        let bound = |bytes, movable_bytes| {
+            MemoryPrediction { terms: vec![("a", bytes), ("b", 100)], movable_bytes }.upper_bound()
+        };
+        assert_eq!(bound(900, 7), 1000 + 10 * MemoryPrediction::LARGEST_ERROR_PERCENT + 7);
+        assert_eq!(bound(u64::MAX, 1), u64::MAX);
+    }
+
+    #[test]
+    fn frozen_models_take_a_copy_while_loading() {
+        let frozen = parameters().into_iter().map(|parameter| parameter.with_requires_grad(false));
+        let frozen: Vec<ParameterInfo> = frozen.collect();
+        assert_eq!(term(&work(&frozen, &[]), "a copy while loading"), FEED_FORWARD * 128 * 4);
+    }
+
+    #[test]
+    fn accumulated_gradients_are_kept() {
+        let parameters = &parameters();
+        let all: u128 = parameters.iter().map(f32_bytes).sum();
+        let accumulated = Workload { accumulates: true, ..work(parameters, &[]) };
+        assert_eq!(term(&accumulated, "gradients of earlier micro-batches"), 2 * all);
+        let sharding = Sharding::default();
+        let accumulated = Workload { sharding: Some(&sharding), ..accumulated };
+        assert_eq!(term(&accumulated, "gradients of earlier micro-batches"), all);
+    }
+
+    #[test]
+    fn only_clipping_and_accumulating_keep_gradients() {
+        let parameters = &parameters();
+        let clipped = Sharding::default();
+        let unclipped = Sharding { optimizer_in_backward: true, ..Sharding::default() };
+        let saved = |sharding, accumulates| {
+            let work = Workload { sharding, accumulates, ..work(parameters, &[]) };
+            work.clipping_bytes().unwrap()
+        };
+        assert!(saved(Some(&clipped), false).is_some_and(|bytes| bytes > 1 << 20));
+        for (sharding, accumulates) in
+            [(Some(&clipped), true), (Some(&unclipped), false), (None, false)]
+        {
+            assert_eq!(saved(sharding, accumulates), None);
+        }
+    }
+
+    #[test]
+    fn a_device_has_the_rows_of_the_fullest() {
+        assert_eq!(work(&[], &step(3, 10)).max_tokens(), 2 * 10);
+    }
+
+    #[test]
+    fn devices_are_at_their_heads_together() {
+        let frozen = [parameters().remove(0).with_requires_grad(false)];
+        let steps = step(2, 1000);
+        let bytes = |vocabulary| {
+            let work = work(&frozen, &steps);
+            let work = Workload { sizes: ModelSizes { vocabulary, ..work.sizes }, ..work };
+            let predicted = work.predict().unwrap();
+            assert_eq!(u128::from(predicted.movable_bytes), 2 * work.block_bytes());
+            (work.block_bytes(), term(&work, "logits"))
+        };
+        for (vocabulary, block) in [(1 << 14, 8 << 20), (1 << 17, 128 << 19)] {
+            assert_eq!(bytes(vocabulary), (block, 2 * block));
+        }
+        assert_eq!(bytes(1 << 8).0, 1000 << 10);
+        // A trained head has a gradient, in single precision for both types.
+        for precision in [Precision::F32, Precision::Bf16] {
+            let work = Workload { precision, ..work(&[], &[]) };
+            assert_eq!(work.head_gradient_bytes(), 128 * 260 * 4);
+            assert_eq!(work.embedding_bytes(), 128 * 260 * precision.bytes());
+        }
+    }
+
+    #[test]
+    fn wide_feed_forward_networks_have_three_gradients_at_once() {
+        let parameters = &parameters();
+        let steps = step(2, 10_000);
+        for (precision, layer) in [
+            (Precision::F32, 4 * (8 * 128 + 2 * FEED_FORWARD)),
+            (Precision::Bf16, 4 * (19 * 128 + 2 * FEED_FORWARD) + 2 * 8 * 128),
+        ] {
+            let whole = Workload { precision, ..work(parameters, &steps) };
+            let backward = 4 * (4 * 128 + 3 * FEED_FORWARD);
+            let input = 128 * precision.bytes();
+            let tokens = 2 * 10_000;
+            let kept = 2 * layer + input + whole.head_bytes();
+            assert_eq!(term(&whole, "activations"), tokens * kept);
+            assert_eq!(term(&whole, "backward pass of a unit"), tokens * backward);
+            let sharding = Sharding { keep: Keep::Inputs, ..Sharding::default() };
+            let sharded = Workload { sharding: Some(&sharding), ..whole };
+            assert_eq!(term(&sharded, "activations"), tokens * 3 * input);
+            let unit = layer + 2 * input + backward;
+            assert_eq!(term(&sharded, "backward pass of a unit"), tokens * unit);
+        }
+    }
+
     #[test]
     fn largest_process_may_be_any() {
         let whole_tensors = Sharding { strategy: Strategy::WholeTensor, ..Sharding::default() };
-        let parameters = &model(SMALL).parameters().unwrap();
+        let parameters = &parameters();
         let process = |ranks| Workload {
-            check: false,
-            sizes: model(SMALL).sizes(),
-            precision: Precision::F32,
-            parameters,
             sharding: Some(&whole_tensors),
-            steps: &[],
-            is_packed: false,
-            accumulates: false,
             world_size: 4,
             ranks,
-            base_bytes: 1,
+            ..work(parameters, &[])
         };
         let predicted = |rank| process((rank, rank + 1)).predict().unwrap();
         assert!(predicted(3).total() > predicted(0).total());
@@ -571,23 +669,12 @@ mod tests {
         let parameters = &model.parameters().unwrap();
         let all: u64 = parameters.iter().map(ParameterInfo::numel).sum();
         let full = Sharding::default();
-        let work = |sharding, ranks| Workload {
-            check: false,
-            sizes: model.sizes(),
-            precision: Precision::F32,
-            parameters,
-            sharding,
-            steps: &[],
-            is_packed: false,
-            accumulates: false,
-            world_size: 8,
-            ranks,
-            base_bytes: 0,
-        };
+        let sized = Workload { sizes: model.sizes(), world_size: 8, ..work(parameters, &[]) };
         let too_large = |work: Workload<'_>, limit| work.too_large_to_generate(limit).unwrap();
-        assert_eq!(too_large(work(Some(&full), (3, 4)), None), Some(8 * all));
-        let together = work(Some(&full), (0, 8));
-        let whole = work(None, (0, 1));
+        let alone = Workload { sharding: Some(&full), ranks: (3, 4), ..sized };
+        assert_eq!(too_large(alone, None), Some(8 * all));
+        let together = Workload { ranks: (0, 8), ..alone };
+        let whole = Workload { ranks: (0, 1), ..sized };
         assert_eq!((too_large(together, None), too_large(whole, None)), (None, None));
         let less = MemoryLimit::for_process(8 * all - 1, "");
         let enough = MemoryLimit::for_process(8 * all, "");
@@ -595,25 +682,5 @@ mod tests {
         assert_eq!(too_large(whole, Some(&less)), Some(8 * all));
         assert_eq!(too_large(whole, Some(&shared)), Some(8 * all));
         assert_eq!(too_large(whole, Some(&enough)), None);
-    }
-
-    #[test]
-    fn token_memory_grows_with_layers() {
-        let parameters = &[];
-        let work = Workload {
-            check: false,
-            sizes: model(SMALL).sizes(),
-            precision: Precision::F32,
-            parameters,
-            sharding: None,
-            steps: &[],
-            is_packed: false,
-            accumulates: false,
-            world_size: 1,
-            ranks: (0, 1),
-            base_bytes: 0,
-        };
-        let layers = |layers| work.computed_bytes(layers);
-        assert_eq!((layers(1), layers(2)), (9_984, 18_944));
     }
 }

@@ -26,8 +26,12 @@ pub(crate) struct ModelSizes {
     pub(crate) layers: usize,
     /// Width of the residual stream.
     pub(crate) hidden: usize,
-    /// Number of values that a block computes per token.
-    pub(crate) layer_width: usize,
+    /// Width of the queries of all heads.
+    pub(crate) queries: usize,
+    /// Width of the keys of all heads, and of the values.
+    pub(crate) keys: usize,
+    /// Width of the feed-forward network.
+    pub(crate) feed_forward: usize,
     /// Size of the vocabulary.
     pub(crate) vocabulary: usize,
 }
@@ -89,18 +93,30 @@ impl Model {
     /// # Errors
     ///
     /// [`SpecError::UnknownLayer`] if an adapter names a layer that the model does not have.
-    #[expect(clippy::expect_used, reason = "models have floating-point parameters only")]
     pub(crate) fn parameters(&self) -> Result<Vec<ParameterInfo>> {
-        let mut declared = self.declared()?;
+        let with_unit = |info: ParameterInfo| {
+            let unit = unit_name(info.name());
+            info.with_unit(unit)
+        };
+        Ok(self.plain_parameters(DType::F32)?.into_iter().map(with_unit).collect())
+    }
+
+    /// Returns the parameters in the order of their names, with the units that their names have.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`parameters`](Self::parameters).
+    #[expect(clippy::expect_used, reason = "models have floating-point parameters only")]
+    pub(crate) fn plain_parameters(&self, dtype: DType) -> Result<Vec<ParameterInfo>> {
+        let mut declared = self.declared(dtype)?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
         let mut parameters = Vec::with_capacity(declared.len());
         for Declared { name, shape, dtype, .. } in declared {
             let is_trained = self.lora().is_none() || is_adapter_parameter(&name);
-            let unit = unit_name(&name);
             let dims: Vec<u64> = shape.dims().iter().map(|&size| size as u64).collect();
             let elem = elem_of(dtype).expect("the planner knows all floating-point dtypes");
             let info = ParameterInfo::new(name, dims, elem)?;
-            parameters.push(info.with_requires_grad(is_trained).with_unit(unit));
+            parameters.push(info.with_requires_grad(is_trained));
         }
         Ok(parameters)
     }
@@ -111,30 +127,29 @@ impl Model {
     ///
     /// The errors of [`parameters`](Self::parameters).
     pub(crate) fn adapted_weights(&self) -> Result<Vec<String>> {
-        let declared = self.declared()?;
+        let declared = self.declared(DType::F32)?;
         let layers = declared.iter().filter_map(|found| found.name.strip_suffix(".lora_A.weight"));
         Ok(layers.map(|layer| format!("{layer}.weight")).collect())
     }
 
-    fn declared(&self) -> Result<Vec<Declared>> {
+    fn declared(&self, dtype: DType) -> Result<Vec<Declared>> {
         // Only a layer named by adapters can be missing: all other layers follow from the
         // configuration.
-        let declared = declare(|vb| self.declare(&vb), DType::F32, &Device::Cpu);
+        let declared = declare(|vb| self.declare(&vb), dtype, &Device::Cpu);
         Ok(declared.map_err(|cause| SpecError::UnknownLayer { cause })?)
     }
 
     /// Returns the sizes that determine the memory per token.
     pub(crate) fn sizes(&self) -> ModelSizes {
         let config = self.0.config();
-        let queries = config.num_attention_heads * config.head_dim;
-        let keys = config.num_key_value_heads * config.head_dim;
-        // Hidden width: norms, sums and projections. Queries: before and after rotation, and the output
-        // of attention. Keys: before and after rotation, and values. Feed-forward width: gate and up.
-        let hidden = config.hidden_size;
-        let attention_width = 3 * queries + 3 * keys;
-        let layer_width = 6 * hidden + attention_width + 2 * config.intermediate_size;
-        let layers = config.num_hidden_layers;
-        ModelSizes { layers, hidden, layer_width, vocabulary: config.vocab_size }
+        ModelSizes {
+            layers: config.num_hidden_layers,
+            hidden: config.hidden_size,
+            queries: config.num_attention_heads * config.head_dim,
+            keys: config.num_key_value_heads * config.head_dim,
+            feed_forward: config.intermediate_size,
+            vocabulary: config.vocab_size,
+        }
     }
 }
 
