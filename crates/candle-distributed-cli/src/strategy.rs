@@ -102,6 +102,11 @@ impl StrategyArgs {
         self.build_strategy(strategy)
     }
 
+    /// Returns true if any option is given.
+    pub(crate) fn is_given(&self) -> bool {
+        !self.option_string().is_empty()
+    }
+
     /// Returns the number of copies of the model.
     pub(crate) fn replicas(&self) -> u64 {
         self.replicas.unwrap_or(1)

@@ -9,9 +9,11 @@ use std::{
 
 use core_types::Fingerprint;
 use dist_checkpoint::StoredWeights;
+use fsdp_plan::ParameterInfo;
 use serde_json::Value;
 
 use crate::{
+    data::model::Model,
     error::{Error, Result, folder::FolderError},
     files::{self, CONFIG},
     models::{Llama, LlamaConfig},
@@ -71,10 +73,7 @@ impl Folder {
         if !path.is_dir() {
             return Err(FolderError::NotAFolder { path: path.into() }.into());
         }
-        let file = path.join(CONFIG);
-        let config = files::read_text(&file)
-            .map_err(|cause| FolderError::Config { path: file.clone(), cause })?;
-        let llama = parse(&file, &config)?;
+        let (config, llama) = read_config(path)?;
         let vocab_size = llama.config().vocab_size;
         let tokenizer = if path.join(tokenizer::FILE).exists() || has_weights(path)? {
             Tokenizer::open(path, &config, vocab_size)?
@@ -87,6 +86,19 @@ impl Folder {
             check_files_beside(path, &weights)?;
         }
         Ok(folder)
+    }
+
+    /// Lists the parameters of the model that the `config.json` of a folder describes, in its dtype and in
+    /// the order of their names. Reads no other file.
+    ///
+    /// # Errors
+    ///
+    /// [`FolderError::Config`] if it cannot be read, and [`FolderError::Model`] if the model is not
+    /// supported.
+    pub fn parameters(path: &Path) -> Result<Vec<ParameterInfo>> {
+        let (_, llama) = read_config(path)?;
+        let dtype = llama.config().dtype;
+        Model(llama).plain_parameters(dtype)
     }
 
     /// Creates a byte model from a `config.json`, without a folder on disk.
@@ -192,6 +204,15 @@ pub(crate) fn check_files_beside(
         );
     }
     Ok(())
+}
+
+/// Reads the `config.json` of a folder.
+fn read_config(folder: &Path) -> Result<(String, Llama), FolderError> {
+    let path = folder.join(CONFIG);
+    let config = files::read_text(&path)
+        .map_err(|cause| FolderError::Config { path: path.clone(), cause })?;
+    let llama = parse(&path, &config)?;
+    Ok((config, llama))
 }
 
 fn parse(file: &Path, config: &str) -> Result<Llama, FolderError> {

@@ -1,27 +1,93 @@
 //! The memory and traffic of a step: predicted from the plan, and measured.
 
-use std::fmt;
+use std::{collections::BTreeMap, fmt};
 
 use candle_distributed::{
     finetune::{
-        cost::{CollectiveCalls, MemoryPrediction, ModelBytes, StepTraffic},
+        cost::{CollectiveCalls, MemoryPrediction, ModelBytes, StepTraffic, Workload},
         spec::Session,
     },
     types::human::{HumanBytes, HumanCount},
 };
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
+use serde::{Serialize, Serializer};
+
+/// The predicted memory of a process, and the planned traffic of its first device.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Prediction {
+    #[serde(serialize_with = "serialize_memory")]
+    pub(crate) memory: MemoryPrediction,
+    /// The planned traffic, or `None` if the run is not sharded.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) traffic: Option<StepTraffic>,
+}
+
+/// The memory of a process as JSON.
+#[derive(Serialize)]
+struct MemoryJson {
+    terms: BTreeMap<&'static str, u64>,
+    peak_bytes: u64,
+    bound_bytes: u64,
+}
+
+fn serialize_memory<S: Serializer>(
+    memory: &MemoryPrediction,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    MemoryJson {
+        terms: memory.terms.iter().copied().collect(),
+        peak_bytes: memory.total(),
+        bound_bytes: memory.upper_bound(),
+    }
+    .serialize(serializer)
+}
+
+impl Prediction {
+    /// Predicts the work of the process.
+    pub(crate) fn new(workload: &Workload<'_>) -> crate::error::Result<Self> {
+        Ok(Self { memory: workload.predict()?, traffic: workload.planned_traffic()? })
+    }
+
+    /// Returns a row per term of the memory, a row for their sum, and a row for its bound, which is
+    /// compared with limits.
+    fn memory_rows(&self) -> Vec<Vec<String>> {
+        let totals =
+            [("peak", self.memory.total()), ("bound of the peak", self.memory.upper_bound())];
+        let rows = self.memory.terms.iter().chain(&totals);
+        rows.map(|&(name, bytes)| vec![name.to_owned(), format_bytes(bytes)]).collect()
+    }
+}
+
+impl fmt::Display for Prediction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", table(&MEMORY_HEADS[..2], self.memory_rows()))?;
+        let Some(traffic) = self.traffic else { return Ok(()) };
+        let kinds = traffic.kinds().into_iter().filter(|(_, planned)| planned.calls > 0);
+        let rows = kinds.map(|(name, CollectiveCalls { calls, bytes, .. })| {
+            vec![name.to_owned(), format_count(calls), format_count(bytes)]
+        });
+        let [device, calls, _, bytes, _] = TRAFFIC_HEADS;
+        write!(f, "\n\n{}", table(&[device, calls, bytes], rows.collect()))
+    }
+}
+
+fn format_bytes(bytes: u64) -> String {
+    HumanBytes(bytes.into()).to_string()
+}
+
+fn format_count(number: u64) -> String {
+    HumanCount(number.into()).to_string()
+}
 
 /// The predicted and the measured memory of a process, and the planned and the counted traffic of a
 /// device.
 #[derive(Clone, Debug)]
 pub(crate) struct Comparison {
-    pub(crate) memory: MemoryPrediction,
+    pub(crate) predicted: Prediction,
     /// The peak resident memory of a process, if the system reports it.
     pub(crate) peak_bytes: Option<u64>,
     /// Whether the devices are CPUs, which use the memory of the process.
     pub(crate) on_processors: bool,
-    /// The planned traffic, or `None` if the run is not sharded.
-    pub(crate) planned: Option<StepTraffic>,
     pub(crate) counted: StepTraffic,
 }
 
@@ -32,28 +98,26 @@ pub(crate) const TRAFFIC_HEADS: [&str; 5] =
     ["a device in a step", "planned calls", "counted", "planned bytes", "counted"];
 
 impl Comparison {
-    /// Returns a row per term of the prediction, a row for their sum, and a row for its bound, which is
-    /// compared with limits. Only two rows have a measured value: the first term, which is the memory
-    /// before training, and the sum.
+    /// Returns the rows of the prediction with a column of measured values, of which only two are known:
+    /// the memory before training, which is the first term, and the peak.
     pub(crate) fn memory_rows(&self) -> Vec<Vec<String>> {
-        let format_bytes = |bytes: u64| HumanBytes(bytes.into()).to_string();
-        let mut rows = Vec::new();
-        for (index, &(name, term)) in self.memory.terms.iter().enumerate() {
-            // The prediction takes its first term from a measurement before training.
-            let measured = if index == 0 { format_bytes(term) } else { String::new() };
-            rows.push(vec![name.to_owned(), format_bytes(term), measured]);
-        }
         let peak = self.peak_bytes.map_or_else(|| String::from("unknown"), format_bytes);
-        rows.push(vec![String::from("peak"), format_bytes(self.memory.total()), peak]);
-        let bound = format_bytes(self.memory.upper_bound());
-        rows.push(vec![String::from("bound of the peak"), bound, String::new()]);
+        let mut rows = self.predicted.memory_rows();
+        for (index, row) in rows.iter_mut().enumerate() {
+            let measured = match (index, row[0].as_str()) {
+                // The prediction takes its first term from a measurement before training.
+                (0, _) => row[1].clone(),
+                (_, "peak") => peak.clone(),
+                _ => String::new(),
+            };
+            row.push(measured);
+        }
         rows
     }
 
     /// Returns a row per kind of collective that is planned or was called.
     pub(crate) fn traffic_rows(&self) -> Vec<Vec<String>> {
-        let format_count = |number: u64| HumanCount(number.into()).to_string();
-        let planned_kinds = self.planned.map(StepTraffic::kinds);
+        let planned_kinds = self.predicted.traffic.map(StepTraffic::kinds);
         let mut rows = Vec::new();
         for (kind, (name, counted)) in self.counted.kinds().into_iter().enumerate() {
             let planned = planned_kinds.map(|kinds| kinds[kind].1);
@@ -76,7 +140,7 @@ impl Comparison {
 
     /// Returns a note on the memory table and a note on the traffic table.
     pub(crate) fn notes(&self) -> [&'static str; 2] {
-        let traffic = if self.planned.is_some() {
+        let traffic = if self.predicted.traffic.is_some() {
             "bytes are of a device's own shards and gradients; the counts include the loss, the \
              gradient norm and agreements between devices, which are not in the plan"
         } else {
@@ -84,7 +148,8 @@ impl Comparison {
         };
         let memory = if self.on_processors {
             "measured is the largest resident memory that the system reports of a process; a memory \
-             limit must be at least the bound of the peak, which adds the largest known error"
+             limit must be at least the bound of the peak, which adds the largest known error and a \
+             second place for logits"
         } else {
             "the prediction is for a process with CPU devices; measured is the resident memory of \
              the process alone, without its devices"

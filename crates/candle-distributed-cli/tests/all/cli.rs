@@ -530,6 +530,18 @@ fn plan_reads_every_model_format() {
     let of_index = json(&["plan", index_path.to_str().unwrap(), "--world-size", "2"]);
     assert_eq!(of_index["ranks"][1]["param_bytes"], 10);
     assert_eq!(json(&["plan", folder, "--world-size", "2"]), of_index);
+    rejects(&["plan", folder], &["--world-size"]);
+
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().to_str().unwrap();
+    let mut config = crate::support::finetune::config();
+    config["torch_dtype"] = json!("bfloat16");
+    fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let of_config = json(&["plan", folder, "--world-size", "1"]);
+    let embedding = &of_config["parameters"][1];
+    assert_eq!(embedding["name"], "model.embed_tokens.weight");
+    assert_eq!((&embedding["shape"], &embedding["dtype"]), (&json!([260, 32]), &json!("BF16")));
+    assert_eq!(of_config["parameters"].as_array().unwrap().len(), 3 + 2 * 9);
 }
 
 #[test]

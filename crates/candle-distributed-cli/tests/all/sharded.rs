@@ -96,7 +96,7 @@ fn only_clipping_keeps_all_gradients() {
     assert!(!within.contains("--max-grad-norm none"), "{within}");
     let clipped = [&train[..], &["--max-grad-norm", "1e9"]].concat();
     let after = text(&clipped);
-    let gradients = |table| row(table, "gradients beyond these")[1].to_owned();
+    let gradients = |table| row(table, "gradients")[1].to_owned();
     assert_ne!(gradients(&within), gradients(&after), "{within}{after}");
     // Devices agree on gradients once per step instead of once per unit.
     assert_ne!(row(&within, "all_gather")[2], row(&after, "all_gather")[2], "{within}");
@@ -111,6 +111,52 @@ fn only_clipping_keeps_all_gradients() {
     home.end_again("after", &["--strategy", "full", "--check"]);
     home.end_again("within", &["--strategy", "full", "--max-grad-norm", "none", "--check"]);
     assert!(home.model("after") == home.model("within"));
+}
+
+/// Returns the predicted terms of a printed table, but for the first, which is measured.
+fn predicted_terms(printed: &str) -> Vec<(&str, &str)> {
+    let lines = printed.lines().map(str::trim);
+    let terms = lines.skip_while(|line| !line.starts_with("program, text and batches")).skip(1);
+    terms
+        .take_while(|line| !line.starts_with("peak"))
+        .map(|line| line.split_once("  ").map(|(name, bytes)| (name, bytes.trim())).unwrap())
+        .collect()
+}
+
+#[test]
+fn plan_of_a_run_predicts_what_a_dry_run_predicts() {
+    let home = Home::new();
+    let data = home.path("text.txt");
+    for (name, more) in [
+        ("whole", &[][..]),
+        ("parts", &["--strategy", "full"]),
+        ("halves", &["--strategy", "whole-tensor", "--dtype", "bf16", "--keep", "graph"]),
+    ] {
+        home.train(name, &[&["--steps", "2"], more].concat());
+        let plan = ["plan", &home.path(name)];
+        let planned = text(&plan);
+        let dry = text(&[&["train", "--data", &data, "--dry-run"], more].concat());
+        assert!(predicted_terms(&planned).len() >= 5, "{planned}");
+        assert_eq!(predicted_terms(&planned), predicted_terms(&dry), "{planned}{dry}");
+        if more.is_empty() {
+            let plan = support::json(&plan);
+            let cuts = plan["parameters"].as_array().unwrap().iter().map(|info| &info["cut"]);
+            assert!(cuts.eq(vec!["replicated"; 21]), "{plan}");
+            continue;
+        }
+        for kind in ["all_gather", "reduce_scatter"] {
+            let (planned, dry) = (row(&planned, kind), row(&dry, kind));
+            assert_eq!([planned[1], planned[2]], [dry[1], dry[3]], "{name}");
+            let calls = &support::json(&plan)["collectives"][kind]["count"];
+            assert_eq!(calls.to_string(), planned[1], "{name}");
+        }
+    }
+    // Another number of ranks is a plan of the same units, without batches.
+    let two = text(&["plan", &home.path("parts"), "--world-size", "4"]);
+    assert!(two.contains("full over 4 ranks") && !two.contains("memory of a process"), "{two}");
+    fs::write(home.at("text.txt"), "another text").unwrap();
+    let changed = run(&["plan", &home.path("parts")]);
+    assert!(said(&changed).contains("the memory of a process is not predicted"), "{changed:?}");
 }
 
 /// Compares with a tolerance, since a sharded model adds devices before micro-batches.

@@ -3,15 +3,21 @@
 use std::{num::NonZeroUsize, path::PathBuf};
 
 use candle_distributed::{
+    finetune::spec::Spec,
     plan::{
-        ElemType, Pattern,
+        ElemType, Pattern, ShardingPlan,
         cost::{Activations, CostModel, Link, Links, Optimizer, Runtime},
     },
     types::{Placement, Rank, WorldSize},
 };
 use clap::ValueEnum;
 
-use crate::{bytes, error::Result, help::examples, strategy::StrategyArgs};
+use crate::{
+    bytes,
+    error::{Error, Result},
+    help::examples,
+    strategy::StrategyArgs,
+};
 
 /// Shard a model over ranks, and print the memory and traffic of each rank.
 ///
@@ -20,7 +26,7 @@ use crate::{bytes, error::Result, help::examples, strategy::StrategyArgs};
 #[command(after_help = examples![
     "# How much memory and traffic does each of 8 ranks need?"
     "candle-distributed plan model.safetensors --world-size 8"
-    "# Does it fit in 24 GiB per device, trained in F32 and communicated in BF16? If not, which plan does?"
+    "# Does it fit in 24 GiB per device, gathered in BF16 and reduced in F32? If not, which plan does?"
     "candle-distributed plan model.safetensors --world-size 8 --mixed-precision BF16,F32 --budget 24GiB"
     "candle-distributed plan model.safetensors --world-size 8 --mixed-precision BF16,F32 --budget 24GiB --search"
     "# How much data moves if two ranks are lost?"
@@ -28,12 +34,12 @@ use crate::{bytes, error::Result, help::examples, strategy::StrategyArgs};
     "candle-distributed plan model.safetensors --world-size 6 --against plan.json"
 ])]
 pub(crate) struct PlanArgs {
-    /// A safetensors file, a model.safetensors.index.json, a folder with either, or a manifest
-    /// {name: {"dtype", "shape"}}
+    /// A safetensors file, a model.safetensors.index.json, a folder with either or with a config.json,
+    /// the folder of a run, or a manifest {name: {"dtype", "shape"}}
     pub(super) model: PathBuf,
-    /// Number of ranks that share the model
+    /// Number of ranks that share the model [default: that of a run]
     #[arg(long)]
-    pub(super) world_size: u64,
+    world_size: Option<u64>,
 
     #[command(flatten)]
     pub(super) sharding: StrategyArgs,
@@ -55,7 +61,8 @@ pub(crate) struct PlanArgs {
     /// Dtype of trained parameters [default: as in the file]
     #[arg(long, value_name = "DTYPE", value_parser = parse_dtype, help_heading = "Cost model")]
     param_dtype: Option<ElemType>,
-    /// Dtypes to gather parameters and reduce gradients in, such as BF16,F32 [default: as stored]
+    /// Dtype that parameters are gathered in, and dtype that gradients are reduced in, such as BF16,F32
+    /// [default: as stored]
     #[arg(
         long,
         value_name = "DTYPE,DTYPE",
@@ -63,9 +70,9 @@ pub(crate) struct PlanArgs {
         help_heading = "Cost model"
     )]
     mixed_precision: Option<(ElemType, ElemType)>,
-    /// Runtime to predict memory and traffic for
-    #[arg(long, value_enum, default_value_t, help_heading = "Cost model")]
-    runtime: RuntimeArg,
+    /// Runtime to predict memory and traffic for [default: candle for a run, else torch]
+    #[arg(long, value_enum, help_heading = "Cost model")]
+    runtime: Option<RuntimeArg>,
     /// Number of units to gather in advance [default: 1 for torch, 0 for candle]
     #[arg(long, value_name = "UNITS", help_heading = "Cost model")]
     prefetch: Option<u64>,
@@ -75,8 +82,8 @@ pub(crate) struct PlanArgs {
     /// Hidden size of the model, to estimate the memory of activations
     #[arg(long, value_name = "N", requires = "tokens", help_heading = "Cost model")]
     width: Option<u64>,
-    /// Number of ranks per process that share gathered parameters, such as virtual CPU devices:
-    /// also print the memory of a process
+    /// Also print the memory of a process with this number of ranks, such as virtual CPU devices, which
+    /// share gathered parameters
     #[arg(long, value_name = "RANKS", help_heading = "Cost model")]
     pub(super) slots: Option<NonZeroUsize>,
     /// Link speeds, to estimate communication time: h100, or ranks per node and GB/s within and
@@ -137,10 +144,9 @@ enum OptimizerArg {
     None,
 }
 
-#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+#[derive(Clone, Copy, Debug, ValueEnum)]
 enum RuntimeArg {
     /// PyTorch's FSDP
-    #[default]
     Torch,
     /// This project's `FullyShard` on candle, which does not pad and recomputes units
     Candle,
@@ -159,26 +165,32 @@ pub(super) enum FormatArg {
 }
 
 impl PlanArgs {
-    pub(super) fn world_size(&self) -> Result<WorldSize> {
-        Ok(WorldSize::new(self.world_size)?)
+    /// Returns the number of ranks: that of the option, or that of `run`.
+    pub(super) fn world_size(&self, run: Option<&Spec>) -> Result<WorldSize> {
+        let n_ranks = self.world_size.or_else(|| Some(run?.session().world_size));
+        let missing =
+            || Error::usage("--world-size is missing: the number of ranks that share the model");
+        Ok(WorldSize::new(n_ranks.ok_or_else(missing)?)?)
     }
 
     /// Returns the rank to list the shards of.
-    pub(super) fn rank(&self) -> Result<Option<Rank>> {
-        self.placed_rank(self.rank)
+    pub(super) fn rank(&self, plan: &ShardingPlan) -> Result<Option<Rank>> {
+        placed_rank(self.rank, plan)
     }
 
     /// Returns the rank to explain.
-    pub(super) fn explain_rank(&self) -> Result<Option<Rank>> {
-        self.placed_rank(self.explain_rank)
+    pub(super) fn explain_rank(&self, plan: &ShardingPlan) -> Result<Option<Rank>> {
+        placed_rank(self.explain_rank, plan)
     }
 
-    /// Checks that a rank is below the number of ranks.
-    fn placed_rank(&self, rank: Option<u64>) -> Result<Option<Rank>> {
-        Ok(rank.map(|rank| Placement::new(rank, self.world_size)).transpose()?.map(Placement::rank))
+    /// Returns true if an option asks for another sharding than that of a run.
+    pub(super) fn changes_sharding(&self) -> bool {
+        let is_patterned = self.layer_pattern.is_some() || !self.stay_gathered.is_empty();
+        self.sharding.is_given() || self.search || is_patterned
     }
 
-    pub(super) fn cost_model(&self) -> Result<CostModel> {
+    /// Returns the cost model of a run, or the default one, with the given options.
+    pub(super) fn cost_model(&self, of_run: Option<CostModel>) -> Result<CostModel> {
         let optimizer = match self.optimizer {
             OptimizerArg::Adam => Optimizer::Adam,
             OptimizerArg::AdamMixed => Optimizer::AdamMixed,
@@ -186,8 +198,10 @@ impl PlanArgs {
             OptimizerArg::Sgd => Optimizer::Sgd,
             OptimizerArg::None => Optimizer::None,
         };
-        let mut model =
-            CostModel::default().with_optimizer(optimizer).with_runtime(self.runtime.into());
+        let mut model = of_run.unwrap_or_default().with_optimizer(optimizer);
+        if let Some(runtime) = self.runtime {
+            model = model.with_runtime(runtime.into());
+        }
         if self.optimizer_in_backward {
             model = model.with_optimizer_in_backward();
         }
@@ -213,9 +227,15 @@ impl PlanArgs {
         let Some((tokens, width)) = self.tokens.zip(self.width) else { return Ok(None) };
         let gathered_dtype = self.mixed_precision.map(|(param, _)| param);
         let dtype = gathered_dtype.or(self.param_dtype).unwrap_or(ElemType::F32);
-        let runtime = self.runtime.into();
+        let runtime = self.runtime.map_or_else(Runtime::default, Runtime::from);
         Ok(Some(Activations::for_transformer(tokens, width, dtype, runtime)?))
     }
+}
+
+/// Checks that a rank is below the number of ranks.
+fn placed_rank(rank: Option<u64>, plan: &ShardingPlan) -> Result<Option<Rank>> {
+    let place = |rank| Placement::new(rank, plan.world_size().as_u64());
+    Ok(rank.map(place).transpose()?.map(Placement::rank))
 }
 
 impl From<RuntimeArg> for Runtime {

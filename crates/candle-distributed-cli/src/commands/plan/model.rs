@@ -7,7 +7,7 @@ use std::{
 };
 
 use candle_distributed::{
-    finetune::run::model_folder,
+    finetune::{Folder, run::model_folder},
     plan::{self, ParameterInfo, ShardingPlan, source, support},
     types::human::Printable,
 };
@@ -19,6 +19,7 @@ use crate::{
 
 const SINGLE_FILE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+const CONFIG: &str = "config.json";
 
 /// Reads the parameters of the model at `path`, a file or a folder.
 pub(crate) fn read(path: &Path) -> Result<Vec<ParameterInfo>> {
@@ -32,11 +33,11 @@ pub(crate) fn read(path: &Path) -> Result<Vec<ParameterInfo>> {
 fn read_by_name(path: &Path) -> Result<Vec<ParameterInfo>> {
     if path.is_dir() {
         let path = model_folder(path)?;
-        let index = path.join(INDEX);
-        return if index.exists() {
-            read_index(&index)
-        } else {
-            read_safetensors(&path.join(SINGLE_FILE))
+        let [index, weights, config] = [INDEX, SINGLE_FILE, CONFIG].map(|name| path.join(name));
+        return match (index.exists(), weights.exists() || !config.exists()) {
+            (true, _) => read_index(&index),
+            (false, true) => read_safetensors(&weights),
+            (false, false) => Ok(Folder::parameters(&path)?),
         };
     }
     match path.to_string_lossy() {

@@ -17,7 +17,7 @@ use candle_distributed::{
 use crate::{
     error::{Error, Result},
     hint,
-    train::comparison::Comparison,
+    train::comparison::{Comparison, Prediction},
 };
 
 /// The facts about a run.
@@ -112,10 +112,9 @@ fn compare_session(
         return Ok(None);
     };
     Ok(Some(Comparison {
-        memory: workload.predict()?,
+        predicted: Prediction::new(&workload)?,
         peak_bytes: session.peak_bytes,
         on_processors: session.on_processors,
-        planned: workload.planned_traffic()?,
         counted,
     }))
 }

@@ -6,7 +6,7 @@ use crate::{
     commands::train::{Args, memory::saved_without_clipping, write_mixture},
     devices::ProcessPlace,
     error::Result,
-    train::comparison::Comparison,
+    train::comparison::{Comparison, Prediction},
 };
 
 impl Args {
@@ -24,10 +24,12 @@ impl Args {
         // The memory before training differs between processes, so the prediction uses the largest.
         let base_bytes = largest(mesh, run.base_bytes)?.unwrap_or(0);
         let comparison = Comparison {
-            memory: workload.with_base_bytes(base_bytes).predict_largest()?,
+            predicted: Prediction {
+                memory: workload.with_base_bytes(base_bytes).predict_largest()?,
+                traffic: workload.planned_traffic()?,
+            },
             peak_bytes: largest(mesh, peak_bytes())?,
             on_processors: self.devices.is_cpu(),
-            planned: workload.planned_traffic()?,
             counted,
         };
         let saved = saved_without_clipping(&workload)?;
