@@ -200,9 +200,10 @@ impl Workload<'_> {
         let (devices, trained) = (self.n_devices(), self.trained_numel());
         let copies = self.parameters.iter().map(|parameter| self.half_copy_bytes(parameter)).sum();
         let singles = devices * trained * SINGLE;
-        let earlier = if self.accumulates { singles } else { 0 };
         // The only device's gradients are their own sum.
         let sums = if devices > 1 { trained * SINGLE } else { 0 };
+        // Gradients of earlier micro-batches are added before the sum over devices.
+        let (earlier, sums) = if self.accumulates { (singles, 0) } else { (0, sums) };
         Ok(ModelState {
             stored: vec![
                 ("parameters", u128::from(only.storage_bytes)),
@@ -212,7 +213,7 @@ impl Workload<'_> {
             ],
             gradients: devices * trained * self.precision.bytes(),
             embedding: 2 * devices * self.embedding_bytes(),
-            reduced: singles - earlier + sums,
+            reduced: singles + sums,
             keep: Keep::Graph,
         })
     }
@@ -230,7 +231,8 @@ impl Workload<'_> {
         let gathered = own.iter().map(|rank| rank.gathered_bytes).fold(0, u64::max);
         let checked = if self.check { self.parameters.iter().map(f32_bytes).sum() } else { 0 };
         let gradients: u128 = total(|rank| rank.grad_bytes);
-        let (earlier, reduced) = if self.accumulates { (gradients, 0) } else { (0, gradients) };
+        // They are added to those of earlier micro-batches at the end of the backward pass.
+        let earlier = if self.accumulates { gradients } else { 0 };
         let unreduced: u128 = total(|rank| rank.unreduced_bytes);
         Ok(ModelState {
             stored: vec![
@@ -240,7 +242,7 @@ impl Workload<'_> {
                 ("gradients of earlier micro-batches", earlier),
                 ("checked gradients", checked),
             ],
-            gradients: reduced + unreduced,
+            gradients: gradients + unreduced,
             embedding: self.n_devices() * self.embedding_bytes(),
             reduced: 0,
             keep: sharding.keep,
@@ -573,6 +575,8 @@ mod tests {
         let sharding = Sharding::default();
         let accumulated = Workload { sharding: Some(&sharding), ..accumulated };
         assert_eq!(term(&accumulated, "gradients of earlier micro-batches"), all);
+        let unit = (4 * 128 * 128 + 3 * FEED_FORWARD * 128 + 2 * 128) * 4;
+        assert_eq!(term(&accumulated, "gradients"), all + 2 * unit);
     }
 
     #[test]
