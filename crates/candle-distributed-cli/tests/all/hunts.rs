@@ -193,7 +193,8 @@ fn random_dry_run(draw: &mut RandomDraws, home: &ModelHome) -> Vec<String> {
         let vocabulary = (least + draw.below(least)).min(152_000);
         let hidden = draw.choose(&[32, 64, 128, 256]);
         let width = hidden * draw.choose(&[1, 2, 3, 5, 8, 16, 32, 64]) / 2 + draw.below(2);
-        let layers = 1 + draw.below(1 << draw.below(5));
+        let most_layers = 1 << draw.below(5);
+        let layers = 1 + draw.below(most_layers);
         let tokens = 128 << draw.below(6);
         let numbers = 2 * vocabulary * hidden + layers * hidden * (4 * hidden + 3 * width);
         if numbers < 60_000_000 && numbers * tokens < 8_000_000_000 {
