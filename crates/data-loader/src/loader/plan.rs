@@ -6,7 +6,7 @@ use core_types::{Epoch, Placement};
 use dist_sampler::DistributedSampler;
 use dyn_batch::{
     Batch, BatchConfig, BatchState, DistributedBatchSampler, DistributedConfig,
-    DynamicBatchSampler, SequenceLengths, Steps,
+    DynamicBatchSampler, SequenceLengths, StepLayout, Steps,
 };
 
 use crate::{
@@ -194,6 +194,10 @@ impl DynamicPlan {
         config: BatchConfig,
         step_config: DistributedConfig,
     ) -> Result<Self> {
+        let is_grid = matches!(step_config.layout, StepLayout::Grid(_));
+        if is_grid || step_config.accumulation.is_some_and(|n| n > 1) {
+            return Err(Error::setting("`steps`", "a grid or accumulation", "a batch per rank"));
+        }
         let placement = sampler.placement();
         let max_length = config.max_sequence_length.unwrap_or(u64::MAX);
         let batches = DynamicBatchSampler::new(Arc::clone(&lengths), config)?;
