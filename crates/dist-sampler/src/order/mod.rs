@@ -151,6 +151,15 @@ impl EpochOrder {
         }
     }
 
+    /// Replaces all weights of a mixture by those of a state.
+    pub(crate) fn set_phases(&mut self, phases: &[PhaseWeights]) -> Result<()> {
+        match self {
+            Self::Mixture(order) => order.set_phases(phases),
+            _ if phases.is_empty() => Ok(()),
+            _ => Err(Error::NotMixture),
+        }
+    }
+
     /// Returns the number of samples of a mixture's parts, which its epochs may not read or repeat.
     pub(crate) fn data_set_len(&self) -> Option<u64> {
         match self {

@@ -89,7 +89,9 @@ impl DistributedSampler {
             self.check_phases(&state.phases, position)?;
         } else {
             let mut reweighted = self.clone();
-            reweighted.set_phases(&missing)?;
+            for PhaseWeights { from, weights } in &missing {
+                reweighted.samples.set_weights_from(*from, weights)?;
+            }
             reweighted.check_phases(&state.phases, position)?;
             self.samples = reweighted.samples;
         }
@@ -97,7 +99,7 @@ impl DistributedSampler {
         self.reorder(state.epoch);
         self.samples.continue_epoch(state.len);
         self.len = self.samples.len_or(state.len);
-        if self.len == state.len && self.samples.phases() == state.phases {
+        if self.len == state.len && effective(&self.samples.phases()).eq(effective(&state.phases)) {
             self.continue_after(earlier, last, unread, rest);
         } else {
             // The weights behind the position have changed, and with them the length.
@@ -137,7 +139,7 @@ impl DistributedSampler {
     /// ```
     pub fn resume_with_weights(&mut self, state: &SamplerState, weights: &[u64]) -> Result<()> {
         let mut resumed = self.clone();
-        resumed.set_phases(&state.phases)?;
+        resumed.samples.set_phases(&state.phases)?;
         resumed.resume(state)?;
         let position = resumed.rest().read_end(resumed.len);
         *self = resumed.with_weights_from(position, weights)?;
@@ -271,26 +273,22 @@ impl DistributedSampler {
         check_equal("seed", &state.seed.as_u64(), &own_state.seed.as_u64())
     }
 
-    /// Returns the phases of a state before `position` that follow all phases of this sampler.
+    /// Returns the phases of a state up to `position` that follow all phases of this sampler. A phase at
+    /// the position is that of weights which have just changed.
     fn missing_phases(&self, phases: &[PhaseWeights], position: u64) -> Vec<PhaseWeights> {
         let own_phases = self.samples.phases();
         if !phases.starts_with(&own_phases) {
             return Vec::new();
         }
         let missing = phases[own_phases.len()..].iter();
-        missing.filter(|phase| phase.from < position).cloned().collect()
-    }
-
-    fn set_phases(&mut self, phases: &[PhaseWeights]) -> Result<()> {
-        let mut phases = phases.iter();
-        phases.try_for_each(|phase| self.samples.set_weights_from(phase.from, &phase.weights))
+        missing.filter(|phase| phase.from <= position).cloned().collect()
     }
 
     /// Checks that a mixture has the same weights before `position`, the end of the read samples.
     fn check_phases(&self, phases: &[PhaseWeights], position: u64) -> Result<()> {
         let own_phases = self.samples.phases();
         let read_phases = |phases: &[PhaseWeights]| -> Vec<PhaseWeights> {
-            phases.iter().filter(|phase| phase.from < position).cloned().collect()
+            effective(phases).filter(|phase| phase.from < position).cloned().collect()
         };
         check_equal(
             "weights before its position",
@@ -313,6 +311,12 @@ fn unread_after(stage: &WorldStage, unread: UnreadPositions) -> Result<UnreadPos
     }
     let shares = ShareRule::new(len, stage.world_size, stage.rule.clone())?;
     Ok(unread.select(shares.unread_after(stage.consumed)))
+}
+
+/// Returns the phases that have a position.
+fn effective(phases: &[PhaseWeights]) -> impl Iterator<Item = &PhaseWeights> {
+    let is_replaced = |n: usize| phases.get(n + 1).is_some_and(|next| next.from == phases[n].from);
+    (0..phases.len()).filter(move |&n| !is_replaced(n)).map(|n| &phases[n])
 }
 
 fn check_equal<T: PartialEq + Debug>(what: &'static str, state: &T, sampler: &T) -> Result<()> {

@@ -341,6 +341,25 @@ fn other_mixtures_are_rejected() {
 }
 
 #[test]
+fn changed_weights_resume_without_being_given_again() {
+    let new = || repeated(&[(100, 1), (100, 3)], 100);
+    for n_before in [0, 10] {
+        for n_after in [0, 5] {
+            let mut changed = new();
+            changed.resume_with_weights(&new().state(n_before), &[1, 1]).unwrap();
+            let state = changed.state(n_after);
+            let later = resumed(new(), &state);
+            let rest: Vec<u64> = changed.iter().skip(n_after as usize).collect();
+            assert!(later.iter().eq(rest.iter().copied()), "{n_before} + {n_after}");
+            assert!(resumed(new(), &later.state(3)).iter().eq(rest.iter().skip(3).copied()));
+            // A sampler whose weights were changed at once resumes, too.
+            let planned = new().with_weights_from(n_before, &[1, 1]).unwrap();
+            assert!(resumed(planned, &state).iter().eq(rest.iter().copied()));
+        }
+    }
+}
+
+#[test]
 fn impossible_weights_are_rejected() {
     let mixture = repeated(&[(50, 2), (20, 1)], 60);
     let error = |weights: &[u64]| mixture.clone().with_weights_from(5, weights).unwrap_err();

@@ -115,13 +115,17 @@ impl MixtureOrder {
     }
 
     /// Sets the weights of all positions from `from` on.
+    ///
+    /// The first weights stay, also without a position of their own: states that have them belong to
+    /// this mixture.
     pub(super) fn set_weights_from(&mut self, from: u64, weights: &[u64]) -> Result<()> {
         let n_parts = self.n_parts();
         if weights.len() != n_parts {
             return Err(Error::MixtureWeights { weights: weights.len(), parts: n_parts });
         }
         let cycle = TurnCycle::new(weights)?;
-        self.phases.retain(|phase| phase.from < from);
+        let n_earlier = self.phases.partition_point(|phase| phase.from < from);
+        self.phases.truncate(n_earlier.max(1));
         let n_before = match self.phases.last() {
             Some(last) if last.cycle.weights() == cycle.weights() => return Ok(()),
             Some(last) => (0..n_parts).map(|part| last.count(part, from)).collect(),
@@ -129,6 +133,13 @@ impl MixtureOrder {
         };
         self.phases.push(Phase { from, cycle, n_before });
         Ok(())
+    }
+
+    /// Replaces all weights by those of a state.
+    pub(super) fn set_phases(&mut self, phases: &[PhaseWeights]) -> Result<()> {
+        self.phases.clear();
+        let mut phases = phases.iter();
+        phases.try_for_each(|phase| self.set_weights_from(phase.from, &phase.weights))
     }
 
     pub(super) fn set_seed(&mut self, seed: Seed) {
