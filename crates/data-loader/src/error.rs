@@ -122,8 +122,10 @@ pub enum Error {
         /// Most batches of a rank.
         most: u64,
     },
-    /// The epoch of a loader is not set, so there are no batches.
-    #[error("the epoch is not set: call `set_epoch` before each epoch")]
+    /// The epoch of a loader is not set, or has ended, so there are no batches.
+    #[error(
+        "the epoch is not set or has ended: call `set_epoch` before each loop over the batches"
+    )]
     NoEpoch,
     /// A sample cannot be read.
     #[error("failed to read sample {index}")]

@@ -144,7 +144,8 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
 
     /// Allows ranks to have different numbers of batches, for an evaluation without collectives.
     ///
-    /// Without a sampler, each sample is then read exactly once.
+    /// Without a sampler, each sample is then read exactly once. States of ranks are equal after equally
+    /// many batches, and after the epoch.
     pub fn uneven(self) -> Self {
         Self { is_uneven: true, ..self }
     }
@@ -177,7 +178,8 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
         let plan: Box<dyn BatchPlan> = match batches {
             None => {
                 let batch_size = self.batch_size.unwrap_or(1);
-                Box::new(FixedPlan::new(sampler, batch_size, self.drops_last, self.is_uneven)?)
+                let plan = FixedPlan::new(sampler, batch_size, self.drops_last, self.is_uneven)?;
+                Box::new(plan.with_seed(seed))
             }
             Some((config, lengths)) => {
                 let default = DistributedConfig::default();
@@ -190,7 +192,7 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
         Ok(DataLoader {
             plan,
             epoch: None,
-            has_reported_no_epoch: false,
+            has_ended: true,
             n_taken: 0,
             n_started: 0,
             pending: VecDeque::new(),

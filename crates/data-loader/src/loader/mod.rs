@@ -31,8 +31,8 @@ use crate::{
 
 /// An iterator over the batches of an epoch, which workers make ahead of time.
 ///
-/// Call [`set_epoch`](Self::set_epoch) at the start of each epoch: before the first one, the only item
-/// is [`Error::NoEpoch`]. A sample that cannot be read or a batch that cannot be made is an error in
+/// Call [`set_epoch`](Self::set_epoch) before each loop over the batches: without it, the only item of
+/// the loop is [`Error::NoEpoch`]. A sample that cannot be read or a batch that cannot be made is an error in
 /// place of its batch, and the next batch follows. A panic of a reader is raised in the thread that
 /// takes the batch. Dropping the loader ends its threads, each after the sample that it reads.
 ///
@@ -71,8 +71,8 @@ use crate::{
 pub struct DataLoader<T> {
     plan: Box<dyn BatchPlan>,
     epoch: Option<Epoch>,
-    /// Whether [`Error::NoEpoch`] was returned, which ends the iterator.
-    has_reported_no_epoch: bool,
+    /// Whether `next` has returned `None`, or there was no epoch yet: another call is an error.
+    has_ended: bool,
     /// Number of batches that were returned since the position of the plan.
     n_taken: u64,
     /// Number of batches that were started since the position of the plan.
@@ -163,15 +163,20 @@ impl<T: Send + 'static> DataLoader<T> {
 }
 
 impl<T> DataLoader<T> {
-    /// Moves to the start of an epoch. At the current epoch it does nothing, so a loop that sets
-    /// its first epoch does not undo [`load_state_dict`](Self::load_state_dict).
+    /// Moves to the start of an epoch, also of an epoch whose last batch was returned: an evaluation may
+    /// read the same epoch each time.
+    ///
+    /// While the current epoch has batches left, it does nothing, so a loop that sets its first epoch
+    /// does not undo [`load_state_dict`](Self::load_state_dict). After the state of a finished epoch,
+    /// the loop of that epoch has no batch.
     ///
     /// # Errors
     ///
     /// [`Error::NoBatches`], [`Error::UnevenBatches`] and [`Error::Batch`] if the batches of the
     /// epoch cannot be planned.
     pub fn set_epoch(&mut self, epoch: Epoch) -> Result<()> {
-        if self.epoch == Some(epoch) {
+        let has_returned_all = self.n_taken > 0 && self.n_taken == self.plan.n_batches();
+        if self.epoch == Some(epoch) && !self.has_ended && !has_returned_all {
             return Ok(());
         }
         self.plan.set_epoch(epoch)?;
@@ -184,7 +189,7 @@ impl<T> DataLoader<T> {
         self.cancel();
         self.is_cancelled = Arc::default();
         self.epoch = epoch;
-        self.has_reported_no_epoch = false;
+        self.has_ended = epoch.is_none();
         self.n_taken = 0;
         self.n_started = 0;
     }
@@ -200,9 +205,16 @@ impl<T> DataLoader<T> {
 
     /// Returns the position behind the last batch that `next` has returned, however many batches
     /// the workers have made.
+    ///
+    /// Ranks that have taken equally many batches have equal states. An [`uneven`] rank with fewer
+    /// batches has the state of the whole epoch once `next` has returned `None`.
+    ///
+    /// [`uneven`]: crate::LoaderBuilder::uneven
     pub fn state_dict(&self) -> LoaderState {
         let position = match self.epoch {
             None => LoaderPosition::Start,
+            // Other ranks may have more batches.
+            Some(_) if self.has_ended => self.plan.position(u64::MAX),
             Some(_) => self.plan.position(self.n_taken),
         };
         LoaderState {
@@ -306,7 +318,7 @@ impl<T> DataLoader<T> {
 
     fn n_remaining(&self) -> u64 {
         match self.epoch {
-            None => u64::from(!self.has_reported_no_epoch),
+            None => u64::from(self.has_ended),
             Some(_) => self.plan.n_batches().saturating_sub(self.n_taken),
         }
     }
@@ -315,16 +327,18 @@ impl<T> DataLoader<T> {
 impl<T: Send + 'static> Iterator for DataLoader<T> {
     type Item = Result<T>;
 
-    /// Returns the next batch of the epoch.
+    /// Returns the next batch of the epoch, or `None` at its end.
     fn next(&mut self) -> Option<Result<T>> {
-        if self.n_remaining() == 0 {
-            return None;
+        match self.epoch {
+            Some(epoch) if self.n_taken < self.plan.n_batches() => {
+                Some(self.make_next(epoch).and_then(|made| self.count_skipped(made)))
+            }
+            _ => {
+                // Every other call, so that each loop without an epoch ends after one error.
+                self.has_ended = !self.has_ended;
+                (!self.has_ended).then_some(Err(Error::NoEpoch))
+            }
         }
-        let Some(epoch) = self.epoch else {
-            self.has_reported_no_epoch = true;
-            return Some(Err(Error::NoEpoch));
-        };
-        Some(self.make_next(epoch).and_then(|made| self.count_skipped(made)))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use core_types::{Epoch, Placement};
+use core_types::{Epoch, Placement, Seed};
 use dist_sampler::DistributedSampler;
 use dyn_batch::{
     Batch, BatchConfig, BatchState, DistributedBatchSampler, DistributedConfig,
@@ -30,7 +30,7 @@ pub(crate) struct PlannedBatch {
 
 /// The batches of a rank from its position to the end of the epoch.
 pub(crate) trait BatchPlan: Send {
-    /// Moves to the start of an epoch.
+    /// Moves to the start of an epoch, also of the current one.
     fn set_epoch(&mut self, epoch: Epoch) -> Result<()>;
 
     /// Moves to a position, and mixes by other weights from there on, if there are some. On an
@@ -43,7 +43,8 @@ pub(crate) trait BatchPlan: Send {
     /// Returns the `n`-th batch from the position on. Batches must be read in order.
     fn next_batch(&mut self, n: u64) -> PlannedBatch;
 
-    /// Returns the position behind the first `n` batches.
+    /// Returns the position behind the first `n` batches, or behind all batches of the rank with the
+    /// most if there are fewer.
     fn position(&self, n: u64) -> LoaderPosition;
 }
 
@@ -61,8 +62,12 @@ pub(crate) struct FixedPlan {
     drops_last: bool,
     is_uneven: bool,
     n_batches: u64,
-    /// Most samples of a rank from the position on.
+    /// Number of samples in all batches of the rank with the most, from the position on.
     most_samples: u64,
+    /// Whether the position is not the start of the epoch.
+    is_resumed: bool,
+    /// Seed that the user gave for the order.
+    seed: Option<Seed>,
 }
 
 impl FixedPlan {
@@ -72,10 +77,23 @@ impl FixedPlan {
         drops_last: bool,
         is_uneven: bool,
     ) -> Result<Self> {
-        let mut plan =
-            Self { sampler, batch_size, drops_last, is_uneven, n_batches: 0, most_samples: 0 };
+        let mut plan = Self {
+            sampler,
+            batch_size,
+            drops_last,
+            is_uneven,
+            n_batches: 0,
+            most_samples: 0,
+            is_resumed: false,
+            seed: None,
+        };
         plan.start()?;
         Ok(plan)
+    }
+
+    /// Sets the seed that messages name: the sampler has another one, derived from it.
+    pub(crate) fn with_seed(self, seed: Option<Seed>) -> Self {
+        Self { seed, ..self }
     }
 
     /// Counts the batches at the start of an epoch, which must have some.
@@ -99,8 +117,23 @@ impl FixedPlan {
             return Err(Error::UnevenBatches { fewest, most });
         }
         self.n_batches = self.n_batches_of(own_len);
-        self.most_samples = lens.iter().copied().max().unwrap_or(0);
+        let longest = lens.iter().copied().max().unwrap_or(0);
+        self.most_samples = longest.min(most.saturating_mul(self.batch_size));
         Ok(())
+    }
+
+    /// Replaces the seeds of the sampler in an error by the one that the user knows.
+    fn name_seed(&self, error: dist_sampler::Error) -> Error {
+        match (error, self.seed) {
+            (dist_sampler::Error::StateMismatch { what: "seed", .. }, Some(seed)) => {
+                Error::StateMismatch {
+                    what: "another",
+                    state: "seed of `shuffle`".into(),
+                    loader: format!("seed {}", seed.as_u64()),
+                }
+            }
+            (error, _) => error.into(),
+        }
     }
 
     fn n_batches_of(&self, n_samples: u64) -> u64 {
@@ -111,6 +144,11 @@ impl FixedPlan {
 
 impl BatchPlan for FixedPlan {
     fn set_epoch(&mut self, epoch: Epoch) -> Result<()> {
+        if self.is_resumed {
+            // Samplers keep their position within an epoch, so it is left first.
+            self.sampler.set_epoch(Epoch::new(epoch.as_u64() ^ 1));
+            self.is_resumed = false;
+        }
         // In place, because a copy of the sampler would copy a cached order.
         self.sampler.set_epoch(epoch);
         self.start()
@@ -128,12 +166,14 @@ impl BatchPlan for FixedPlan {
             });
         }
         let mut sampler = self.sampler.clone();
-        match weights {
-            None => sampler.resume(state)?,
-            Some(weights) => sampler.resume_with_weights(state, weights)?,
-        }
+        let resumed = match weights {
+            None => sampler.resume(state),
+            Some(weights) => sampler.resume_with_weights(state, weights),
+        };
+        resumed.map_err(|error| self.name_seed(error))?;
         self.count(sampler.len(), &lens_of_ranks(&sampler)?)?;
         self.sampler = sampler;
+        self.is_resumed = true;
         Ok(())
     }
 
@@ -260,7 +300,7 @@ impl BatchPlan for DynamicPlan {
     fn position(&self, n: u64) -> LoaderPosition {
         let Some((start, _)) = &self.steps else { return LoaderPosition::Start };
         let mut state = start.clone();
-        state.step += n;
+        state.step = state.step.saturating_add(n).min(state.n_steps);
         LoaderPosition::Dynamic(state)
     }
 }

@@ -150,7 +150,10 @@ fn state_of_other_loaders_is_rejected() {
             state(planned),
             "loader state has batches planned by lengths, the loader has of a fixed size",
         ),
-        (state(builder(100).shuffle(Seed::new(4))), "sampler state has seed "),
+        (
+            state(builder(100).shuffle(Seed::new(4))),
+            "loader state has another seed of `shuffle`, the loader has seed 3",
+        ),
     ] {
         let error = loader.load_state_dict(&other).unwrap_err().to_string();
         assert!(error.starts_with(expected), "{error}");
@@ -250,5 +253,53 @@ fn planned_batches_resume_on_any_world() {
             second.for_each(|batch| count(&mut seen, batch.unwrap()));
         }
         assert!(seen.len() == 300 && seen.values().all(|&times| times == 1), "{from} to {to}");
+    }
+}
+
+#[test]
+fn finished_epochs_start_again() {
+    let ten =
+        |batch_size| DataLoader::builder((0..10).collect::<Vec<u64>>()).batch_size(batch_size);
+    let planned = DataLoader::builder((0..10).collect::<Vec<u64>>())
+        .batches(BatchConfig::default().with_max_tokens(4), vec![1_u64; 10]);
+    for builder in [ten(4), ten(4).shuffle(Seed::new(1)), ten(4).num_workers(2), planned] {
+        let mut loader = builder.collate(items).unwrap();
+        loader.set_epoch(Epoch::new(5)).unwrap();
+        let whole: Vec<Vec<u64>> = loader.by_ref().map(Result::unwrap).collect();
+        assert_eq!(whole.concat().len(), 10);
+        assert!(
+            matches!(loader.next(), Some(Err(Error::NoEpoch))),
+            "of a loop without `set_epoch`"
+        );
+        for n_taken in [0, 1] {
+            // A resumed position does not move the start.
+            let state = loader.state_dict();
+            loader.set_epoch(Epoch::new(5)).unwrap();
+            assert!(loader.by_ref().map(Result::unwrap).eq(whole.iter().cloned()), "{n_taken}");
+            loader.load_state_dict(&state).unwrap();
+            loader.set_epoch(Epoch::new(5)).unwrap();
+            assert_eq!(loader.by_ref().count(), 0, "the state of a finished epoch stays");
+            loader.set_epoch(Epoch::new(5)).unwrap();
+            // Batches that are counted, instead of read to `None`.
+            for expected in &whole {
+                assert_eq!(&loader.next().unwrap().unwrap(), expected);
+            }
+        }
+    }
+}
+
+#[test]
+fn uneven_ranks_have_equal_states_after_the_epoch() {
+    for (n, drops_last) in [(94, true), (94, false), (2, false)] {
+        let states = world(3).map(|place| {
+            let numbers = DataLoader::builder((0..n).collect::<Vec<u64>>()).batch_size(4);
+            let builder = numbers.drop_last(drops_last).uneven().placement(place);
+            let mut loader = builder.collate(items).unwrap();
+            loader.set_epoch(Epoch::ZERO).unwrap();
+            assert!(loader.by_ref().all(|batch| batch.is_ok()));
+            loader.state_dict()
+        });
+        let states: Vec<LoaderState> = states.collect();
+        assert!(states.iter().all(|state| *state == states[0]), "{n}: {states:?}");
     }
 }
