@@ -59,7 +59,7 @@ fn read(path: &Path, index: &Path) -> Vec<Line> {
 
 fn fault(error: &BoxError) -> Line {
     match error.downcast_ref() {
-        Some(Error::CorruptIndex { .. }) => Line::CorruptIndex,
+        Some(Error::Content { .. }) => Line::CorruptIndex,
         Some(Error::Line { .. }) => Line::Invalid,
         _ => panic!("{error}"),
     }

@@ -15,15 +15,15 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// A file or folder cannot be read or written.
-    #[error("failed to access {}", path.display())]
+    #[error("failed to access {}: {cause}", path.display())]
     Io {
         /// File or folder.
         path: PathBuf,
         /// Cause.
-        source: io::Error,
+        cause: io::Error,
     },
     /// The length or the time of a file has changed since it was opened.
-    #[error("{} changed while it was read: it had {expected} bytes and has {found}", path.display())]
+    #[error("{} has changed since it was opened: {}", path.display(), change_note(*.expected, *.found))]
     FileChanged {
         /// File.
         path: PathBuf,
@@ -33,46 +33,30 @@ pub enum Error {
         found: u64,
     },
     /// A line is invalid.
-    #[error("line {line} of {} is invalid", path.display())]
+    #[error("line {line} of {} is invalid: {cause}", path.display())]
     Line {
         /// File.
         path: PathBuf,
         /// Number of the line, from 1.
         line: u64,
         /// Cause.
-        source: BoxError,
+        cause: BoxError,
     },
-    /// Neighboring samples of a text are too long for a line index.
-    #[error("64 samples from sample {sample} of {} on have more than 4 GiB", path.display())]
-    SamplesTooLong {
+    /// The content of a text, a kept line index or a file of tokens cannot be used.
+    #[error("cannot use {}: {fault}", path.display())]
+    Content {
         /// File.
         path: PathBuf,
-        /// First of the samples.
-        sample: u64,
-    },
-    /// A kept line index is damaged.
-    #[error("block {block} of the line index {} is corrupt; remove the file", path.display())]
-    CorruptIndex {
-        /// Index file.
-        path: PathBuf,
-        /// Number of the block, from 0.
-        block: u64,
+        /// Fault, with value and limit.
+        fault: String,
     },
     /// A NumPy array cannot be read as requested.
-    #[error("invalid array {}", path.display())]
+    #[error("cannot use the array {}: {cause}", path.display())]
     Npy {
         /// File.
         path: PathBuf,
         /// Cause.
-        source: NpyFault,
-    },
-    /// A file of tokens cannot be read as requested.
-    #[error("invalid tokens in {}: {fault}", path.display())]
-    Tokens {
-        /// File.
-        path: PathBuf,
-        /// Cause.
-        fault: String,
+        cause: NpyFault,
     },
     /// A sample does not exist.
     #[error("sample {index} is out of range for a data set of {len}")]
@@ -128,12 +112,12 @@ pub enum Error {
     )]
     NoEpoch,
     /// A sample cannot be read.
-    #[error("failed to read sample {index}")]
+    #[error("failed to read sample {index}: {cause}")]
     Sample {
         /// Index of the sample.
         index: u64,
         /// Cause.
-        source: BoxError,
+        cause: BoxError,
     },
     /// More samples cannot be read than may be skipped.
     #[error(
@@ -149,23 +133,15 @@ pub enum Error {
         /// Its error.
         reason: String,
     },
-    /// All samples of a batch have been skipped.
-    #[error("none of the samples of batch {batch} in epoch {epoch} can be read")]
-    EmptyBatch {
-        /// Epoch.
-        epoch: u64,
-        /// Number of the batch.
-        batch: u64,
-    },
-    /// The function that makes batches has failed.
-    #[error("failed to collate batch {batch} of epoch {epoch}")]
+    /// The function that makes batches has failed, or all samples of the batch have been skipped.
+    #[error("failed to collate batch {batch} of epoch {epoch}: {cause}")]
     Collate {
         /// Epoch.
         epoch: u64,
         /// Number of the batch.
         batch: u64,
         /// Cause.
-        source: BoxError,
+        cause: BoxError,
     },
     /// A batch was not ready in time.
     #[error("batch {batch} of epoch {epoch} is not ready after {limit:?}; a worker is at {at}")]
@@ -180,22 +156,14 @@ pub enum Error {
         limit: Duration,
     },
     /// The operating system cannot start the threads.
-    #[error("failed to start {threads} threads")]
+    #[error("failed to start {threads} threads: {cause}")]
     Threads {
         /// Number of threads.
         threads: usize,
         /// Cause.
-        source: io::Error,
+        cause: io::Error,
     },
-    /// A state has an unsupported format.
-    #[error("loader state has version {version}, this crate reads version {supported}")]
-    StateVersion {
-        /// Version of the state.
-        version: u32,
-        /// Supported version.
-        supported: u32,
-    },
-    /// A state belongs to another loader.
+    /// A state belongs to another loader, or has another format version.
     #[error("loader state has {what} {state}, the loader has {loader}")]
     StateMismatch {
         /// Property that differs.
@@ -218,17 +186,11 @@ pub enum Error {
 #[non_exhaustive]
 pub enum NpyFault {
     /// The header cannot be read.
-    #[error("failed to read its header")]
-    Io(#[from] io::Error),
-    /// The file has no header of version 1, 2 or 3 with at most 10,000 bytes.
-    #[error("it has no NumPy header of version 1, 2 or 3 with at most 10000 bytes")]
-    NoHeader,
-    /// The header is not a dictionary with dtype, order and shape.
-    #[error("its header is invalid: {header}")]
-    InvalidHeader {
-        /// Text of the header.
-        header: String,
-    },
+    #[error("failed to read its header: {0}")]
+    Io(io::Error),
+    /// The header is invalid, or describes an array in Fortran order or of an impossible size.
+    #[error("{0}")]
+    Invalid(String),
     /// The dtype is not the requested one.
     #[error("it has dtype {found}, it must be {expected}")]
     DtypeMismatch {
@@ -237,29 +199,20 @@ pub enum NpyFault {
         /// Requested dtype.
         expected: String,
     },
-    /// The array is in Fortran order.
-    #[error("it is in Fortran order, it must be in C order")]
-    FortranOrder,
-    /// The shape has no rows, or more bytes than 64 bits count.
-    #[error("it has shape {shape:?}, which has no rows or too many bytes")]
-    InvalidShape {
-        /// Shape of the array.
-        shape: Vec<u64>,
-    },
-    /// The file is shorter or longer than its array.
-    #[error("it has {found} bytes, its shape needs {expected}")]
-    LengthMismatch {
-        /// Bytes of the file.
-        found: u64,
-        /// Bytes of header and array.
-        expected: u64,
-    },
+}
+
+/// Returns the difference between a file and its state when it was opened.
+fn change_note(expected: u64, found: u64) -> String {
+    if expected == found {
+        return format!("it was written at another time, with {found} bytes as before");
+    }
+    format!("it had {expected} bytes and has {found}")
 }
 
 impl Error {
     /// Returns a function that names the file of an I/O error.
     pub(crate) fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
-        move |source| Self::Io { path: path.into(), source }
+        move |cause| Self::Io { path: path.into(), cause }
     }
 
     pub(crate) fn setting(

@@ -52,9 +52,9 @@ fn measure_part<D: Dataset>(
     length: impl Fn(&D::Item) -> u64,
 ) -> Result<Vec<u32>> {
     part.map(|index| {
-        let sample = dataset.read(index).map_err(|source| Error::Sample { index, source })?;
+        let sample = dataset.read(index).map_err(|cause| Error::Sample { index, cause })?;
         let length = u32::try_from(length(&sample));
-        length.map_err(|source| Error::Sample { index, source: source.into() })
+        length.map_err(|cause| Error::Sample { index, cause: cause.into() })
     })
     .collect()
 }

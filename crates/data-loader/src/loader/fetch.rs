@@ -142,10 +142,11 @@ pub(crate) fn make_batch<D: Dataset, T>(
     let batch = job.planned.number;
     let result = read_samples(dataset, on_error, job, &mut skipped).and_then(|samples| {
         if samples.items.is_empty() {
-            return Err(Error::EmptyBatch { epoch, batch });
+            let cause = "none of its samples can be read".into();
+            return Err(Error::Collate { epoch, batch, cause });
         }
         job.progress.set(COLLATING);
-        collate(samples).map_err(|source| Error::Collate { epoch, batch, source })
+        collate(samples).map_err(|cause| Error::Collate { epoch, batch, cause })
     });
     (result, skipped)
 }
@@ -200,8 +201,8 @@ fn read_each<D: Dataset>(
                 samples.items.push(item);
                 samples.is_padding.push(is_padding);
             }
-            Err(source) if on_error == OnError::Stop => {
-                return Err(Error::Sample { index, source });
+            Err(cause) if on_error == OnError::Stop => {
+                return Err(Error::Sample { index, cause });
             }
             Err(error) => {
                 let length = lengths.as_ref().map_or(1, |lengths| lengths[position]);

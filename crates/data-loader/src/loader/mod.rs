@@ -233,7 +233,7 @@ impl<T> DataLoader<T> {
     ///
     /// # Errors
     ///
-    /// [`Error::StateVersion`]; [`Error::StateMismatch`], [`Error::Sampler`] or [`Error::Batch`] if
+    /// [`Error::StateMismatch`], [`Error::Sampler`] or [`Error::Batch`] if
     /// the state belongs to another data set, order, seed or batch size. The loader is then
     /// unchanged.
     pub fn load_state_dict(&mut self, state: &LoaderState) -> Result<()> {
@@ -284,9 +284,10 @@ impl<T> DataLoader<T> {
 
     fn resume(&mut self, state: &LoaderState, weights: Option<&[u64]>) -> Result<()> {
         if state.format_version != LoaderState::VERSION {
-            return Err(Error::StateVersion {
-                version: state.format_version,
-                supported: LoaderState::VERSION,
+            return Err(Error::StateMismatch {
+                what: "format version",
+                state: state.format_version.to_string(),
+                loader: LoaderState::VERSION.to_string(),
             });
         }
         let fingerprints = state.fingerprint.zip(self.fingerprint);

@@ -12,8 +12,8 @@ use crate::{
     queue::pool::{PendingResult, WorkerPool},
 };
 
-/// Changes items on background threads, ahead of the thread that takes the results, like the
-/// workers of PyTorch's `DataLoader`.
+/// Applies a function to items on background threads, ahead of the thread that takes the results,
+/// like the workers of PyTorch's `DataLoader`.
 ///
 /// The result equals `items.map(f)`, in order, for any number of threads. A
 /// [`DataLoader`](crate::DataLoader) also reads samples and can be resumed.

@@ -47,7 +47,7 @@ impl WorkerPool {
     pub(crate) fn start(threads: usize, patience: Duration) -> Result<Option<Self>> {
         let mut pool = Self { shared: Arc::default(), threads: Vec::new(), patience };
         for number in 0..threads {
-            pool.start_thread(number).map_err(|source| Error::Threads { threads, source })?;
+            pool.start_thread(number).map_err(|cause| Error::Threads { threads, cause })?;
         }
         Ok((threads > 0).then_some(pool))
     }

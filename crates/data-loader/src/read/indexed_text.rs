@@ -72,7 +72,7 @@ impl IndexedText {
         &self,
         file: &DataFile,
         sample: &RawSample,
-        source: impl Into<BoxError>,
+        cause: impl Into<BoxError>,
     ) -> Error {
         let n_blank = sample.bytes.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
         let n_blank_lines = count_newlines(&sample.bytes[..n_blank]);
@@ -83,7 +83,7 @@ impl IndexedText {
             Ok(n_lines) => Error::Line {
                 path: self.path.clone(),
                 line: sample.place.lines_before_known + n_lines + n_blank_lines + 1,
-                source: source.into(),
+                cause: cause.into(),
             },
             Err(error) => Error::io(&self.path)(error),
         }

@@ -59,7 +59,7 @@ impl<T> JsonlDataset<T> {
     /// # Errors
     ///
     /// [`Error::Io`](crate::Error::Io), [`Error::FileChanged`](crate::Error::FileChanged) and
-    /// [`Error::SamplesTooLong`](crate::Error::SamplesTooLong).
+    /// [`Error::Content`](crate::Error::Content).
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::open_with(path, &IndexPlace::InMemory)
     }

@@ -193,8 +193,12 @@ impl LineIndex {
         let n_samples = (self.n_samples - first).min(BLOCK_SAMPLES as u64);
         let start = HEADER_BYTES as u64 + number * block_bytes(BLOCK_SAMPLES as u64);
         let bytes = DataFile::open(&kept.path)?.read(start..start + block_bytes(n_samples))?;
-        IndexBlock::decode(&bytes, kept.header_checksum, number, self.n_text_bytes)
-            .ok_or_else(|| Error::CorruptIndex { path: kept.path.clone(), block: number })
+        IndexBlock::decode(&bytes, kept.header_checksum, number, self.n_text_bytes).ok_or_else(
+            || Error::Content {
+                path: kept.path.clone(),
+                fault: format!("block {number} of the line index is corrupt; remove the file"),
+            },
+        )
     }
 }
 
@@ -323,7 +327,10 @@ impl IndexBuilder {
         let start = self.open.starts.last().copied().unwrap_or(self.last);
         let end = u32::try_from(sample.end - start).map_err(|_| {
             let first = self.n_samples - self.n_samples % GROUP_SAMPLES as u64;
-            Error::SamplesTooLong { path: text.into(), sample: first }
+            Error::Content {
+                path: text.into(),
+                fault: format!("64 samples from sample {first} on have more than 4 GiB"),
+            }
         })?;
         self.open.ends.push(end);
         self.n_samples += 1;
@@ -409,7 +416,7 @@ mod tests {
         builder.push(Path::new("text"), SampleEnd { end: 5, n_lines: 1 }).unwrap();
         let end = SampleEnd { end: 1 << 32, n_lines: 2 };
         let error = builder.push(Path::new("text"), end).unwrap_err();
-        assert!(matches!(error, Error::SamplesTooLong { sample: 0, .. }), "{error}");
+        assert!(matches!(error, Error::Content { .. }), "{error}");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeSet,
-    fs,
+    fs, io,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -115,7 +115,7 @@ impl TextDataset {
     ///
     /// # Errors
     ///
-    /// [`Error::Io`], [`Error::FileChanged`] and [`Error::SamplesTooLong`].
+    /// [`Error::Io`], [`Error::FileChanged`] and [`Error::Content`].
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::open_with(path, &TextConfig::default())
     }
@@ -188,22 +188,32 @@ fn list_files(path: &Path) -> Result<Vec<PathBuf>> {
         return Ok(vec![path.into()]);
     }
     let mut files = Vec::new();
-    let mut folders = vec![path.to_path_buf()];
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder).map_err(Error::io(&folder))? {
-            let path = entry.map_err(Error::io(&folder))?.path();
-            let is_hidden =
-                path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
-            let is_index = path.extension().is_some_and(|end| end == INDEX_EXTENSION);
-            match path.is_dir() {
-                _ if is_hidden || is_index => {}
-                true => folders.push(path),
-                false => files.push(path),
-            }
-        }
-    }
+    add_files(path, &mut Vec::new(), &mut files)?;
     files.sort();
     Ok(files)
+}
+
+/// Adds the files below `folder`. `parents` are the folders that contain it, without links.
+fn add_files(folder: &Path, parents: &mut Vec<PathBuf>, files: &mut Vec<PathBuf>) -> Result<()> {
+    let target = fs::canonicalize(folder).map_err(Error::io(folder))?;
+    if parents.contains(&target) {
+        let cause = io::Error::other("it is a link to a folder that contains it");
+        return Err(Error::io(folder)(cause));
+    }
+    parents.push(target);
+    for entry in fs::read_dir(folder).map_err(Error::io(folder))? {
+        let path = entry.map_err(Error::io(folder))?.path();
+        let is_hidden =
+            path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
+        let is_index = path.extension().is_some_and(|end| end == INDEX_EXTENSION);
+        match path.is_dir() {
+            _ if is_hidden || is_index => {}
+            true => add_files(&path, parents, files)?,
+            false => files.push(path),
+        }
+    }
+    parents.pop();
+    Ok(())
 }
 
 impl Dataset for TextDataset {

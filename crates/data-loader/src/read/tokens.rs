@@ -71,14 +71,14 @@ impl TokenDataset {
     ///
     /// # Errors
     ///
-    /// [`Error::Io`]; [`Error::Setting`] for a block of 0 tokens; [`Error::Tokens`] if the file has
+    /// [`Error::Io`]; [`Error::Setting`] for a block of 0 tokens; [`Error::Content`] if the file has
     /// an incomplete token, or a header of another type or version.
     pub fn open(path: impl AsRef<Path>, token_type: TokenType, block: u64) -> Result<Self> {
         let file = DataFile::open(path.as_ref())?;
         if block == 0 {
             return Err(Error::setting("the block length", &block, "at least 1"));
         }
-        let fault = |fault| Error::Tokens { path: file.path.clone(), fault };
+        let fault = |fault| Error::Content { path: file.path.clone(), fault };
         let first_bytes = file.read(0..LITGPT_HEADER_BYTES)?;
         let data_start = header_bytes(&first_bytes, token_type).map_err(fault)?;
         let n_bytes = file.len().checked_sub(data_start);

@@ -173,7 +173,7 @@ fn collate_errors_name_their_batch() {
     loader.set_epoch(Epoch::new(7)).unwrap();
     assert!(loader.next().unwrap().is_ok());
     let error = loader.next().unwrap().unwrap_err();
-    assert_eq!(error.to_string(), "failed to collate batch 1 of epoch 7");
+    assert_eq!(error.to_string(), "failed to collate batch 1 of epoch 7: too large");
 }
 
 /// Fails for odd samples from 20 on.
@@ -224,7 +224,7 @@ fn batch_without_samples_is_an_error() {
     loader.set_epoch(Epoch::ZERO).unwrap();
     let batches: Vec<_> = loader.by_ref().collect();
     assert!(batches[0].is_ok() && batches[1].is_ok());
-    assert!(matches!(batches[2], Err(Error::EmptyBatch { batch: 2, .. })));
+    assert!(matches!(batches[2], Err(Error::Collate { batch: 2, .. })));
     assert_eq!(loader.skipped().count, 10);
 }
 

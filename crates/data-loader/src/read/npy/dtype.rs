@@ -28,6 +28,12 @@ impl NpyDtype {
         KNOWN_DTYPES.iter().copied().find(|dtype| dtype.to_string() == name)
     }
 
+    /// Returns the names of all types, for a message.
+    pub(crate) fn names() -> String {
+        let names: Vec<String> = KNOWN_DTYPES.iter().map(Self::to_string).collect();
+        names.join(", ")
+    }
+
     /// Returns the bytes of a number.
     pub fn n_bytes(self) -> usize {
         self.n_bytes

@@ -58,10 +58,10 @@ impl NpyHeader {
             fields.ok_or_else(|| invalid_header(text))?;
         let dtype = NpyDtype::parse(descr).ok_or_else(|| NpyFault::DtypeMismatch {
             found: shorten(descr),
-            expected: "a little-endian number".into(),
+            expected: format!("one of {}", NpyDtype::names()),
         })?;
         if fortran_order != "False" {
-            return Err(NpyFault::FortranOrder);
+            return Err(invalid("it is in Fortran order, it must be in C order"));
         }
         let shape = parse_shape(shape).ok_or_else(|| invalid_header(text))?;
         Ok(Self { dtype, shape })
@@ -95,23 +95,23 @@ impl NpyHeader {
 /// Reads the text of a header.
 fn read_text(source: &mut impl Read) -> Result<String, NpyFault> {
     let mut start = [0; 8];
-    source.read_exact(&mut start)?;
+    source.read_exact(&mut start).map_err(NpyFault::Io)?;
     let n_size_bytes = match start[6] {
         1 => 2,
         2 | 3 => 4,
-        _ => return Err(NpyFault::NoHeader),
+        _ => return Err(no_header()),
     };
     if start[..6] != MAGIC {
-        return Err(NpyFault::NoHeader);
+        return Err(no_header());
     }
     let mut size = [0; 4];
-    source.read_exact(&mut size[..n_size_bytes])?;
+    source.read_exact(&mut size[..n_size_bytes]).map_err(NpyFault::Io)?;
     let n_bytes = u32::from_le_bytes(size);
     if n_bytes > MAX_HEADER_BYTES {
-        return Err(NpyFault::NoHeader);
+        return Err(no_header());
     }
     let mut text = vec![0; n_bytes as usize];
-    source.read_exact(&mut text)?;
+    source.read_exact(&mut text).map_err(NpyFault::Io)?;
     String::from_utf8(text).map_err(|fault| {
         let text = String::from_utf8_lossy(fault.as_bytes());
         invalid_header(&text)
@@ -134,11 +134,19 @@ impl<'a> HeaderFields<'a> {
         let cut_at = |end: &[char], value: &'a str| Some(value.split_once(end)?.0.trim_end());
         let shape = value("'shape'")?.strip_prefix('(')?;
         Some(Self {
-            descr: cut_at(&[',', '}'], value("'descr'")?)?,
+            descr: type_description(value("'descr'")?)?,
             fortran_order: cut_at(&[',', '}'], value("'fortran_order'")?)?,
             shape: cut_at(&[')'], shape)?,
         })
     }
+}
+
+/// Returns the description of the type at the start of a text: a name, or a list for a structured type.
+fn type_description(text: &str) -> Option<&str> {
+    if text.starts_with('[') {
+        return text.find(']').map(|end| &text[..=end]);
+    }
+    Some(text.split_once([',', '}'])?.0.trim_end())
 }
 
 /// Parses the sizes of a tuple: `""`, `"5,"` or `"2, 3"`.
@@ -151,8 +159,16 @@ fn parse_shape(text: &str) -> Option<Vec<u64>> {
     text.split(',').map(|size| size.trim().parse().ok()).collect()
 }
 
+fn invalid(fault: &str) -> NpyFault {
+    NpyFault::Invalid(fault.into())
+}
+
+fn no_header() -> NpyFault {
+    invalid("it has no NumPy header of version 1, 2 or 3 with at most 10000 bytes")
+}
+
 fn invalid_header(text: &str) -> NpyFault {
-    NpyFault::InvalidHeader { header: shorten(text) }
+    NpyFault::Invalid(format!("its header is invalid: {}", shorten(text)))
 }
 
 /// Returns the start of an untrusted text, with control characters escaped.

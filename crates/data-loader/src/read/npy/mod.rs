@@ -131,8 +131,8 @@ impl<T: NpyElement> NpyDataset<T> {
     }
 }
 
-fn npy_error(file: &DataFile, source: NpyFault) -> Error {
-    Error::Npy { path: file.path.clone(), source }
+fn npy_error(file: &DataFile, cause: NpyFault) -> Error {
+    Error::Npy { path: file.path.clone(), cause }
 }
 
 /// Returns the number, the shape and the bytes of the rows.
@@ -141,14 +141,18 @@ fn check_shape(
     data_start: u64,
     n_file_bytes: u64,
 ) -> Result<(u64, Vec<usize>, u64), NpyFault> {
-    let invalid = || NpyFault::InvalidShape { shape: header.shape.clone() };
+    let invalid = || {
+        let shape = &header.shape;
+        NpyFault::Invalid(format!("it has shape {shape:?}, which has no rows or too many bytes"))
+    };
     let (&n_rows, row_sizes) = header.shape.split_first().ok_or_else(invalid)?;
     let row_shape = row_sizes.iter().map(|&size| usize::try_from(size));
     let row_shape = row_shape.collect::<Result<Vec<usize>, _>>().map_err(|_| invalid())?;
     let n_data_bytes = header.n_data_bytes().ok_or_else(invalid)?;
     let expected = data_start.checked_add(n_data_bytes).ok_or_else(invalid)?;
     if n_file_bytes != expected {
-        return Err(NpyFault::LengthMismatch { found: n_file_bytes, expected });
+        let fault = format!("it has {n_file_bytes} bytes, its shape needs {expected}");
+        return Err(NpyFault::Invalid(fault));
     }
     // Rows without numbers would be samples without bytes, of any number.
     let row_bytes = n_data_bytes.checked_div(n_rows).unwrap_or(0);
