@@ -94,7 +94,7 @@ fn check_batches(json: &[u8]) {
             .expect("steps of two ranks");
         if let Ok(resumed) = sampler.resume(&state, 0..40) {
             let first = usize::try_from(resumed.state().step).expect("a step of the epoch");
-            let batches = (first..).map_while(|nth| resumed.step(nth)).flatten();
+            let batches = (first..).map_while(|nth| resumed.all_ranks(nth)).flatten().flatten();
             let mut seen: Vec<u64> = batches.flat_map(|batch| batch.indices).collect();
             let n_seen = seen.len();
             seen.sort_unstable();

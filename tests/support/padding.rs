@@ -216,7 +216,7 @@ pub fn waiting(lengths: &[u32], layout: StepLayout, cost: Cost, max_tokens: u64)
     let mut attention = (0, 0);
     let mut seen = 0;
     for nth in 0..steps.len() {
-        let batches = steps.step(nth).unwrap();
+        let batches = steps.all_ranks(nth).unwrap().concat();
         seen += batches.iter().map(Batch::len).sum::<usize>();
         assert!(
             batches.iter().all(|batch| batch.padded_tokens() <= max_tokens && !batch.is_empty())

@@ -85,6 +85,10 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
 
     /// Sets how planned batches form the steps of all ranks.
     ///
+    /// With a grid or accumulation, the loader returns each micro-batch of a step, and
+    /// [`SampleBatch::ends_step`] marks the last one. A state within a step is that before it, because
+    /// the gradients of its first micro-batches are not saved.
+    ///
     /// By default, ranks get batches of similar cost, and [`shuffle`](Self::shuffle) shuffles the
     /// steps.
     pub fn steps(self, config: DistributedConfig) -> Self {

@@ -34,6 +34,10 @@ pub struct SampleBatch<I> {
     pub items: Vec<I>,
     /// Whether each sample is padding of the sampler's tail, which metrics leave out.
     pub is_padding: Vec<bool>,
+    /// Whether the batch is the last of its step: false for the micro-batches before it, if
+    /// [`steps`](crate::LoaderBuilder::steps) accumulates gradients.
+    #[doc(alias = "sync_gradients")]
+    pub ends_step: bool,
     /// Whether the batch was planned with lengths.
     has_lengths: bool,
 }
@@ -176,13 +180,14 @@ fn read_each<D: Dataset>(
     skipped: &mut Vec<SkippedSample>,
     check: impl Fn(u64) -> Result<(), BoxError>,
 ) -> Result<SampleBatch<D::Item>> {
-    let PlannedBatch { number, batch, is_padding, lengths } = &job.planned;
+    let PlannedBatch { number, batch, is_padding, lengths, ends_step } = &job.planned;
     let mut samples = SampleBatch {
         epoch: job.epoch,
         number: *number,
         batch: batch.clone(),
         items: Vec::with_capacity(batch.len()),
         is_padding: Vec::with_capacity(batch.len()),
+        ends_step: *ends_step,
         has_lengths: lengths.is_some(),
     };
     samples.batch.indices.clear();

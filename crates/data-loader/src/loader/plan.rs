@@ -1,12 +1,12 @@
 //! The batches of an epoch, and a rank's position in them.
 
-use std::sync::Arc;
+use std::{collections::VecDeque, sync::Arc};
 
 use core_types::{Epoch, Placement, Seed};
 use dist_sampler::DistributedSampler;
 use dyn_batch::{
     Batch, BatchConfig, BatchState, DistributedBatchSampler, DistributedConfig,
-    DynamicBatchSampler, SequenceLengths, StepLayout, Steps,
+    DynamicBatchSampler, SequenceLengths, Steps,
 };
 
 use crate::{
@@ -26,6 +26,7 @@ pub(crate) struct PlannedBatch {
     pub(crate) is_padding: Vec<bool>,
     /// Planned lengths of the samples, if they were planned.
     pub(crate) lengths: Option<Vec<u64>>,
+    pub(crate) ends_step: bool,
 }
 
 /// The batches of a rank from its position to the end of the epoch.
@@ -190,7 +191,7 @@ impl BatchPlan for FixedPlan {
         let (indices, is_padding): (Vec<u64>, Vec<bool>) = entries.unzip();
         let number = self.sampler.state(0).consumed() / self.batch_size + n;
         let batch = Batch::from_indices(indices, |_| 1).expect("a row has one token");
-        PlannedBatch { number, batch, is_padding, lengths: None }
+        PlannedBatch { number, batch, is_padding, lengths: None, ends_step: true }
     }
 
     fn position(&self, n: u64) -> LoaderPosition {
@@ -222,9 +223,51 @@ pub(crate) struct DynamicPlan {
     lengths: SharedLengths,
     max_length: u64,
     batches: DistributedBatchSampler<SharedLengths>,
-    /// Position in the current epoch and the steps that are not read yet; `None` before the first
-    /// epoch.
-    steps: Option<(BatchState, Steps<SharedLengths>)>,
+    /// The current epoch; `None` before the first one.
+    epoch: Option<DynamicEpoch>,
+}
+
+/// The steps of an epoch from a position on.
+struct DynamicEpoch {
+    start: BatchState,
+    /// Number of micro-batches of this rank before the position.
+    n_before: u64,
+    /// Steps that are not read yet.
+    steps: Steps<SharedLengths>,
+    /// Micro-batches of the last step that are not read yet.
+    step: VecDeque<Batch>,
+}
+
+impl DynamicEpoch {
+    fn new(steps: Steps<SharedLengths>) -> Self {
+        let start = steps.state();
+        let n_before = steps.n_micro_batches(start.step);
+        Self { start, n_before, steps, step: VecDeque::new() }
+    }
+
+    fn n_batches(&self) -> u64 {
+        self.steps.n_micro_batches(self.start.n_steps) - self.n_before
+    }
+
+    /// Returns the next micro-batch, and whether it is the last of its step.
+    #[expect(clippy::expect_used, reason = "a loader reads as many batches as there are")]
+    fn next_batch(&mut self) -> (Batch, bool) {
+        if self.step.is_empty() {
+            let step = self.steps.next().expect("there are as many steps as counted");
+            self.step.push_back(step.batch);
+            self.step.extend(step.later_batches);
+        }
+        let batch = self.step.pop_front().expect("a step has a batch of each rank");
+        (batch, self.step.is_empty())
+    }
+
+    /// Returns the state behind the whole steps of the first `n` micro-batches: without the gradients of
+    /// a part of a step, its first micro-batches must be read again.
+    fn state(&self, n: u64) -> BatchState {
+        let mut state = self.start.clone();
+        state.step = self.steps.n_whole_steps(self.n_before.saturating_add(n));
+        state
+    }
 }
 
 impl DynamicPlan {
@@ -234,16 +277,12 @@ impl DynamicPlan {
         config: BatchConfig,
         step_config: DistributedConfig,
     ) -> Result<Self> {
-        let is_grid = matches!(step_config.layout, StepLayout::Grid(_));
-        if is_grid || step_config.accumulation.is_some_and(|n| n > 1) {
-            return Err(Error::setting("`steps`", "a grid or accumulation", "a batch per rank"));
-        }
         let placement = sampler.placement();
         let max_length = config.max_sequence_length.unwrap_or(u64::MAX);
         let batches = DynamicBatchSampler::new(Arc::clone(&lengths), config)?;
         let batches = DistributedBatchSampler::new(batches, placement, step_config)?;
         let order = sampler.with_placement(Placement::SINGLE)?;
-        Ok(Self { order, placement, lengths, max_length, batches, steps: None })
+        Ok(Self { order, placement, lengths, max_length, batches, epoch: None })
     }
 
     #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
@@ -263,7 +302,7 @@ impl BatchPlan for DynamicPlan {
             return Err(Error::NoBatches { samples, batch_size: 1, world_size });
         }
         self.order = order;
-        self.steps = Some((steps.state(), steps));
+        self.epoch = Some(DynamicEpoch::new(steps));
         Ok(())
     }
 
@@ -279,28 +318,26 @@ impl BatchPlan for DynamicPlan {
         order.set_epoch(state.epoch);
         let steps = self.batches.resume(state, &order)?;
         self.order = order;
-        self.steps = Some((steps.state(), steps));
+        self.epoch = Some(DynamicEpoch::new(steps));
         Ok(())
     }
 
     fn n_batches(&self) -> u64 {
-        self.steps.as_ref().map_or(0, |(start, _)| start.n_steps - start.step)
+        self.epoch.as_ref().map_or(0, DynamicEpoch::n_batches)
     }
 
-    #[expect(clippy::expect_used, reason = "a loader reads as many batches as there are")]
-    fn next_batch(&mut self, _: u64) -> PlannedBatch {
-        let (_, steps) = self.steps.as_mut().expect("batches are read after an epoch was set");
-        let number = steps.state().step;
-        let batch = steps.next().expect("there are as many steps as counted").batch;
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
+    fn next_batch(&mut self, n: u64) -> PlannedBatch {
+        let epoch = self.epoch.as_mut().expect("batches are read after an epoch was set");
+        let number = epoch.n_before + n;
+        let (batch, ends_step) = epoch.next_batch();
         let lengths = batch.indices.iter().map(|&index| self.cut_length(index)).collect();
         let is_padding = vec![false; batch.len()];
-        PlannedBatch { number, batch, is_padding, lengths: Some(lengths) }
+        PlannedBatch { number, batch, is_padding, lengths: Some(lengths), ends_step }
     }
 
     fn position(&self, n: u64) -> LoaderPosition {
-        let Some((start, _)) = &self.steps else { return LoaderPosition::Start };
-        let mut state = start.clone();
-        state.step = state.step.saturating_add(n).min(state.n_steps);
-        LoaderPosition::Dynamic(state)
+        let epoch = self.epoch.as_ref();
+        epoch.map_or(LoaderPosition::Start, |epoch| LoaderPosition::Dynamic(epoch.state(n)))
     }
 }

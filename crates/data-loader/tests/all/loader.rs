@@ -397,12 +397,7 @@ fn contradictory_settings_are_rejected() {
     let lengths = || vec![3_u64; 10];
     let config = || BatchConfig::default().with_max_tokens(12);
     let ordered = sampler(10, Order::Sequential, Tail::Drop);
-    let planned = || numbers(10).batches(config(), lengths());
-    let steps = dyn_batch::DistributedConfig::default;
-    let grid = dyn_batch::StepLayout::Grid(dyn_batch::GridConfig::default());
-    let invalid: [(&str, LoaderBuilder<Vec<u64>>); 10] = [
-        ("`steps`", planned().steps(steps().with_accumulation(2))),
-        ("`steps`", planned().steps(steps().with_layout(grid))),
+    let invalid: [(&str, LoaderBuilder<Vec<u64>>); 8] = [
         ("the batch size", numbers(10).batch_size(0)),
         ("the prefetch factor", numbers(10).num_workers(1).prefetch_factor(0)),
         ("the batch size", numbers(10).batch_size(2).batches(config(), lengths())),

@@ -9,7 +9,9 @@ use core_types::{Epoch, Placement, Seed};
 use data_loader::{
     BoxError, DataLoader, Dataset, Error, LoaderBuilder, LoaderState, OnError, SampleBatch,
 };
-use dyn_batch::{BatchConfig, DynamicBatchStrategy};
+use dyn_batch::{
+    BatchConfig, DistributedConfig, DynamicBatchStrategy, GridConfig, Remainder, StepLayout,
+};
 
 #[expect(clippy::unnecessary_wraps, reason = "the signature of a collate function")]
 fn items(samples: SampleBatch<u64>) -> Result<Vec<u64>, BoxError> {
@@ -301,5 +303,51 @@ fn uneven_ranks_have_equal_states_after_the_epoch() {
         });
         let states: Vec<LoaderState> = states.collect();
         assert!(states.iter().all(|state| *state == states[0]), "{n}: {states:?}");
+    }
+}
+
+#[test]
+fn micro_batches_of_all_steps_are_read() {
+    let steps = DistributedConfig::default;
+    let grid = |config| steps().with_layout(StepLayout::Grid(config));
+    for (name, steps, micro_steps) in [
+        ("grouped", steps().with_accumulation(2), 2),
+        ("grid", grid(GridConfig::default()).with_accumulation(4), 4),
+        ("global batch", grid(GridConfig::default().with_global_batch_size(64)), 4),
+    ] {
+        let loader = |place, n_workers| {
+            let config =
+                BatchConfig::default().with_max_tokens(160).with_remainder(Remainder::Keep);
+            DataLoader::builder((0..660).collect::<Vec<u64>>())
+                .batches(config, vec![20_u32; 660])
+                .steps(steps)
+                .placement(place)
+                .num_workers(n_workers)
+                .collate(|samples: SampleBatch<u64>| Ok((samples.ends_step, samples.items)))
+                .unwrap()
+        };
+        let mut seen = BTreeMap::new();
+        for place in world(2) {
+            let mut whole = loader(place, 2);
+            whole.set_epoch(Epoch::ZERO).unwrap();
+            let batches: Vec<_> = whole.by_ref().map(Result::unwrap).collect();
+            batches.iter().for_each(|(_, items)| count(&mut seen, items.clone()));
+            assert!(batches[micro_steps - 1].0 && !batches[micro_steps - 2].0, "{name}");
+            assert!(batches.last().unwrap().0, "{name}");
+            // A state within the second step is that after the first.
+            for n_taken in micro_steps..2 * micro_steps {
+                let mut first = loader(place, 0);
+                first.set_epoch(Epoch::ZERO).unwrap();
+                assert_eq!(
+                    (first.len(), first.by_ref().take(n_taken).count()),
+                    (batches.len(), n_taken)
+                );
+                let mut second = loader(place, 0);
+                second.load_state_dict(&through_json(&first.state_dict())).unwrap();
+                assert_eq!(second.len(), batches.len() - micro_steps, "{name}");
+                assert_eq!(second.map(Result::unwrap).collect::<Vec<_>>(), batches[micro_steps..]);
+            }
+        }
+        assert!(seen.len() == 660 && seen.values().all(|&times| times == 1), "{name}");
     }
 }

@@ -263,6 +263,14 @@ impl StepSizes {
             Self::Ends(ends) => step.checked_sub(1).map_or(0, |last| ends[last]),
         }
     }
+
+    /// Returns the number of whole steps in the first batches of the list.
+    fn whole_steps(&self, n_batches: usize) -> usize {
+        match self {
+            Self::Equal(size) => n_batches / size,
+            Self::Ends(ends) => ends.partition_point(|&end| end <= n_batches),
+        }
+    }
 }
 
 /// The batches of an epoch, step by step.
@@ -450,11 +458,36 @@ impl<L: SequenceLengths> Steps<L> {
         self.grid_report.as_ref()
     }
 
-    /// Returns the batches of all ranks in a step, rank by rank, or `None` if there are fewer
-    /// steps. With accumulation, micro-step by micro-step.
+    /// Returns the batches of all ranks in a step, for each micro-step rank by rank, or `None` if there
+    /// are fewer steps.
     #[doc(hidden)]
-    pub fn step(&self, step: usize) -> Option<Vec<Batch>> {
-        (step < self.n_steps()).then(|| self.step_batches(step))
+    pub fn all_ranks(&self, step: usize) -> Option<Vec<Vec<Batch>>> {
+        let n_ranks = self.placement.world_size().as_usize();
+        let batches = (step < self.n_steps()).then(|| self.step_batches(step))?;
+        Some(batches.chunks(n_ranks).map(<[Batch]>::to_vec).collect())
+    }
+
+    /// Returns the number of micro-batches of a rank in the first `n_steps` steps of this world.
+    #[doc(hidden)]
+    pub fn n_micro_batches(&self, n_steps: u64) -> u64 {
+        let n_steps = usize::try_from(n_steps).unwrap_or(usize::MAX).min(self.n_steps());
+        (self.sizes.end_before(n_steps) / self.batches_per_micro_step()) as u64
+    }
+
+    /// Returns the number of steps whose micro-batches are all among the first `n` of a rank.
+    #[doc(hidden)]
+    pub fn n_whole_steps(&self, n: u64) -> u64 {
+        let n_batches = usize::try_from(n).unwrap_or(usize::MAX);
+        let n_batches = n_batches.saturating_mul(self.batches_per_micro_step());
+        self.sizes.whole_steps(n_batches).min(self.n_steps()) as u64
+    }
+
+    /// Returns the number of entries in the list of batches for a micro-batch of each rank.
+    fn batches_per_micro_step(&self) -> usize {
+        match self.config.layout {
+            StepLayout::Grouped | StepLayout::Grid(_) => self.placement.world_size().as_usize(),
+            StepLayout::Dealt => 1,
+        }
     }
 
     fn n_steps(&self) -> usize {

@@ -36,7 +36,7 @@ fn steps(
     let placement = Placement::new(0, 3).unwrap();
     let sampler = DistributedBatchSampler::new(batches.clone(), placement, config).unwrap();
     let steps = sampler.epoch(Epoch::new(epoch), 0..batches.lengths().len() as u64).unwrap();
-    (0..steps.len()).map(|nth| steps.step(nth).unwrap()).collect()
+    (0..steps.len()).map(|nth| steps.all_ranks(nth).unwrap().concat()).collect()
 }
 
 fn indices(steps: &[Vec<Batch>]) -> Vec<Vec<Vec<u64>>> {

@@ -108,9 +108,9 @@ pub(crate) struct BatchSchedule {
     orders: BTreeMap<(u64, u64), DistributedSampler>,
     /// Number of texts in a mixture.
     n_parts: usize,
-    /// The "ranks" of this sampler are the batches of a micro-batch, which the mesh divides later.
+    /// The steps of a world with a rank for each batch of a micro-batch, whatever the number of
+    /// devices: the mesh divides the rows of a micro-batch.
     steps: DistributedBatchSampler<Vec<u64>>,
-    batches_per_micro_batch: usize,
 }
 
 /// One step, with the batches of all devices.
@@ -118,18 +118,10 @@ pub(crate) struct BatchSchedule {
 pub(crate) struct ScheduledStep {
     /// Epoch of the step.
     pub(crate) epoch: u64,
-    /// One batch of padded rows, or several packed rows, for each micro-batch.
-    pub(crate) batches: Vec<Batch>,
-    batches_per_micro_batch: usize,
+    /// Micro-batches: each one batch of padded rows, or several packed rows.
+    pub(crate) micro_batches: Vec<Vec<Batch>>,
     /// Position after the step.
     pub(crate) state: BatchState,
-}
-
-impl ScheduledStep {
-    /// Returns the batches of each micro-batch.
-    pub(crate) fn micro_batches(&self) -> impl Iterator<Item = &[Batch]> {
-        self.batches.chunks(self.batches_per_micro_batch)
-    }
 }
 
 impl BatchSchedule {
@@ -196,9 +188,8 @@ impl BatchSchedule {
         }
         let batches = DynamicBatchSampler::new(lengths, batch_config)?;
         let placement = Placement::new(0, batching.n_batches)?;
-        let batches_per_micro_batch = placement.world_size().as_usize();
         let steps = DistributedBatchSampler::new(batches, placement, step_config)?;
-        Ok(Self { orders, n_parts, steps, batches_per_micro_batch })
+        Ok(Self { orders, n_parts, steps })
     }
 
     /// Returns the padding of the first epoch, and the batches of each of its micro-batches, if the
@@ -209,11 +200,8 @@ impl BatchSchedule {
     /// [`RunError::PackedRows`] if the sequences fill fewer rows than a step needs.
     pub(crate) fn first_epoch(&self) -> Result<(PaddingReport, Vec<Vec<Batch>>)> {
         let steps = self.plan(Epoch::ZERO, self.order_at(Epoch::ZERO, 0).iter())?;
-        let batches = (0..steps.len()).filter_map(|nth| steps.step(nth)).flat_map(|batches| {
-            let micro_batches = batches.chunks(self.batches_per_micro_batch).map(<[Batch]>::to_vec);
-            micro_batches.collect::<Vec<_>>()
-        });
-        Ok((steps.report(), batches.collect()))
+        let micro_batches = (0..steps.len()).filter_map(|nth| steps.all_ranks(nth)).flatten();
+        Ok((steps.report(), micro_batches.collect()))
     }
 
     /// Returns the number of steps of its epoch that are done at `state`, also with earlier weights.
@@ -281,7 +269,8 @@ impl BatchSchedule {
             part.n_steps = first_step - part.first_step;
             let planned = self.plan(epoch, part.sequences.iter().copied())?;
             for step in self.collect_steps(planned, part.n_steps) {
-                read.extend(step.batches.into_iter().flat_map(|batch| batch.indices));
+                let batches = step.micro_batches.into_iter().flatten();
+                read.extend(batches.flat_map(|batch| batch.indices));
             }
             parts.push(part);
             let sequences = remix(&self.order_at(epoch, first_step), self.n_parts, &read)?;
@@ -340,15 +329,13 @@ impl BatchSchedule {
     /// Returns the steps from the position of `steps` up to step `end`.
     #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     fn collect_steps(&self, mut steps: Steps<Vec<u64>>, end: u64) -> Vec<ScheduledStep> {
-        let batches_per_micro_batch = self.batches_per_micro_batch;
         let mut scheduled = Vec::with_capacity(steps.len());
         let mut index = to_usize(steps.state().step);
         // `next` returns only the batches of one "rank", but moves the state.
         while steps.state().step < end && steps.next().is_some() {
-            let batches = steps.step(index).expect("`next` has just returned this step");
+            let micro_batches = steps.all_ranks(index).expect("`next` has just returned this step");
             let state = steps.state();
-            let epoch = state.epoch.as_u64();
-            scheduled.push(ScheduledStep { epoch, batches, batches_per_micro_batch, state });
+            scheduled.push(ScheduledStep { epoch: state.epoch.as_u64(), micro_batches, state });
             index += 1;
         }
         scheduled
@@ -456,7 +443,7 @@ mod tests {
             let schedule = mixed(&batching);
             for (epoch, expected) in [(0, [35, 15]), (1, [35, 15]), (2, [25, 25]), (9, [25, 25])] {
                 let steps = schedule.epoch_steps(Epoch::new(epoch), None).unwrap().steps;
-                let batches = steps.into_iter().flat_map(|step| step.batches);
+                let batches = steps.into_iter().flat_map(|step| step.micro_batches.concat());
                 let indices = batches.flat_map(|batch| batch.indices);
                 let (first, second): (Vec<u64>, Vec<u64>) = indices.partition(|&index| index < 40);
                 assert_eq!([first.len(), second.len()], expected, "epoch {epoch}");
@@ -472,7 +459,7 @@ mod tests {
     }
 
     fn indices_of(steps: &[ScheduledStep]) -> Vec<u64> {
-        let batches = steps.iter().flat_map(|step| &step.batches);
+        let batches = steps.iter().flat_map(|step| step.micro_batches.iter().flatten());
         batches.flat_map(|batch| batch.indices.iter().copied()).collect()
     }
 
@@ -515,7 +502,8 @@ mod tests {
         for at in [0, 7, 58] {
             let rest = schedule.steps(Some(&all[at].state)).unwrap();
             for (next, expected) in rest.map(Result::unwrap).zip(&all[at + 1..]) {
-                assert_eq!((next.epoch, &next.batches), (expected.epoch, &expected.batches));
+                assert_eq!(next.epoch, expected.epoch);
+                assert_eq!(next.micro_batches, expected.micro_batches);
             }
         }
         // A damaged checkpoint may name the last epoch, which has no successor.

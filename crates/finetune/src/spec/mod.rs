@@ -550,7 +550,8 @@ pub(crate) mod tests {
             let steps = Arc::new(schedule.unwrap());
             let mut n_micro_batches = BTreeSet::new();
             for step in steps.steps(None).unwrap().take(20).map(Result::unwrap) {
-                let tokens: Vec<u64> = step.micro_batches().map(padded_tokens).collect();
+                let micro_batches = step.micro_batches.iter();
+                let tokens: Vec<u64> = micro_batches.map(|rows| padded_tokens(rows)).collect();
                 assert!(tokens.iter().all(|&tokens| tokens <= limit), "{rows:?}, {tokens:?}");
                 assert!(tokens.iter().sum::<u64>() <= max_tokens, "{rows:?}, {tokens:?}");
                 n_micro_batches.insert(tokens.len());

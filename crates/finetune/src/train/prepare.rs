@@ -359,7 +359,8 @@ impl PreparedRun {
         let (data, device) = (Arc::clone(&self.data), device.clone());
         let collate = move |scheduled: Result<ScheduledStep>| {
             let scheduled = scheduled?;
-            let tensors = scheduled.micro_batches().map(|batches| data.collate(batches, &device));
+            let micro_batches = scheduled.micro_batches.iter();
+            let tensors = micro_batches.map(|batches| data.collate(batches, &device));
             let tensors = tensors.collect::<candle_core::Result<_>>()?;
             Ok(StepBatch { scheduled, tensors })
         };

@@ -184,7 +184,7 @@ fn check_steps(lengths: &[u64], batch_config: &BatchConfig, world: u64, config: 
     let mut seen = Vec::new();
     let mut kept = BTreeSet::new();
     for nth in 0..n_steps {
-        let batches = ranks[0].step(nth).unwrap();
+        let batches = ranks[0].all_ranks(nth).unwrap().concat();
         let state = ranks[0].state();
         let resumed = samplers[0].resume(&state, order()).unwrap();
         assert_eq!((resumed.len(), resumed.state()), (n_steps - nth, state.clone()));

@@ -91,7 +91,9 @@ impl SharedEpoch {
                 repeatable.clear();
                 let fresh = fresh.unwrap();
                 assert_eq!(ranks[0].len(), fresh.len());
-                assert!((0..fresh.len()).all(|nth| ranks[0].step(nth) == fresh.step(nth)));
+                assert!(
+                    (0..fresh.len()).all(|nth| ranks[0].all_ranks(nth) == fresh.all_ranks(nth))
+                );
             }
             let read: Vec<u64> = ranks
                 .iter_mut()
