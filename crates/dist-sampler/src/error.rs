@@ -37,13 +37,25 @@ pub enum Error {
         /// Required memory: 4 bytes per sample, 8 per weight, or 16 per sample to sort by class.
         bytes: u64,
     },
-    /// There are too many weights.
-    #[error("{weights} weights are too many, the limit is {max}")]
-    TooManyWeights {
-        /// Number of weights.
-        weights: u64,
-        /// Limit on the number.
+    /// There are too many weights or shards, or too many worlds in the epoch of a state.
+    #[error("{count} {what} are too many, the limit is {max}")]
+    TooMany {
+        /// The count.
+        count: u64,
+        /// Counted items.
+        what: &'static str,
+        /// Limit on the count.
         max: u64,
+    },
+    /// The number of weights differs from that of samples, or of parts of a mixture.
+    #[error("{weights} weights were given for {expected} {what}")]
+    WeightCount {
+        /// Number of weights.
+        weights: usize,
+        /// Required number.
+        expected: u64,
+        /// Weighted items.
+        what: &'static str,
     },
     /// A weight is negative, infinite or not a number.
     #[error("weight {weight} at index {index} is negative or not finite")]
@@ -53,7 +65,7 @@ pub enum Error {
         /// Weight as text, because NaN does not equal itself.
         weight: String,
     },
-    /// All weights are 0.
+    /// All weights of samples, ranks or parts are 0.
     #[error("all {weights} weights are 0")]
     NoWeight {
         /// Number of weights.
@@ -75,21 +87,7 @@ pub enum Error {
         /// Number of ranks.
         world_size: WorldSize,
     },
-    /// All rank weights are 0.
-    #[error("all {world_size} rank weights are 0")]
-    NoRankWeight {
-        /// Number of ranks.
-        world_size: WorldSize,
-    },
-    /// The format version of a state is unsupported.
-    #[error("sampler state has version {version}, this crate reads version {supported}")]
-    StateVersion {
-        /// Version of the state.
-        version: u32,
-        /// Supported version.
-        supported: u32,
-    },
-    /// A state belongs to another data set, order or seed.
+    /// A state belongs to another data set, order or seed, or has another format version.
     #[error("sampler state has {what} {state}, the sampler has {sampler}")]
     StateMismatch {
         /// Property that differs.
@@ -107,25 +105,6 @@ pub enum Error {
         /// Length of the order.
         len: u64,
     },
-    /// A state has too many worlds for one epoch.
-    #[error("sampler state has {stages} worlds in one epoch, the limit is {max}")]
-    StateStages {
-        /// Number of worlds in the state.
-        stages: usize,
-        /// Limit on the number.
-        max: usize,
-    },
-    /// The number of mixture weights differs from the number of parts.
-    #[error("{weights} weights were given for a mixture of {parts} parts")]
-    MixtureWeights {
-        /// Number of weights.
-        weights: usize,
-        /// Number of parts.
-        parts: usize,
-    },
-    /// All mixture weights are 0.
-    #[error("no part of the mixture has a weight above 0")]
-    NoMixtureWeight,
     /// The cycle of a mixture is too long.
     #[error("the mixture has a cycle of {turns} entries, the limit is {max}; round its weights")]
     MixtureCycle {
@@ -148,14 +127,6 @@ pub enum Error {
     /// A sharded order has no lanes.
     #[error("shards in 0 lanes cannot be read, at least 1 is needed")]
     NoLanes,
-    /// There are too many shards.
-    #[error("{shards} shards are too many, the limit is {max}")]
-    TooManyShards {
-        /// Number of shards.
-        shards: u64,
-        /// Limit on the number.
-        max: u64,
-    },
     /// SPDL's samplers reject fewer samples than ranks if they drop the incomplete last round.
     #[error("{samples} samples are fewer than one for each of {world_size} ranks")]
     FewerSamplesThanRanks {
@@ -163,14 +134,6 @@ pub enum Error {
         samples: u64,
         /// Number of ranks.
         world_size: WorldSize,
-    },
-    /// The number of sample weights differs from the length of the data set.
-    #[error("{weights} weights were given for a data set of length {len}")]
-    WeightCount {
-        /// Number of weights.
-        weights: usize,
-        /// Length of the data set.
-        len: u64,
     },
     /// Draws without replacement exceed the data set.
     #[error("{draws} draws without weights exceed the data set of length {len}")]

@@ -51,7 +51,7 @@ impl ShareRule {
                 return Err(Error::RankWeights { weights: weights.len(), world_size });
             }
             if weights.iter().all(|&weight| weight == 0) {
-                return Err(Error::NoRankWeight { world_size });
+                return Err(Error::NoWeight { weights: weights.len() });
             }
         }
         Ok(Self { len, world_size, rule })

@@ -48,7 +48,7 @@ impl ShardedOrder {
             return Err(Error::NoLanes);
         }
         if n_shards > MAX_SHARDS {
-            return Err(Error::TooManyShards { shards: n_shards, max: MAX_SHARDS });
+            return Err(Error::TooMany { count: n_shards, what: "shards", max: MAX_SHARDS });
         }
         let mut first_samples = table::reserve(n_shards + 1)?;
         push_starts(shard_lens.iter().copied(), &mut first_samples)?;

@@ -54,7 +54,7 @@ impl AliasTable {
     ///
     /// # Errors
     ///
-    /// - [`Error::EmptyDataSet`], [`Error::TooManyWeights`] and [`Error::OutOfMemory`] for no
+    /// - [`Error::EmptyDataSet`], [`Error::TooMany`] and [`Error::OutOfMemory`] for no
     ///   weights, more than 2^32, or more than fit into memory.
     /// - [`Error::InvalidWeight`] if a weight is negative, infinite or not a number.
     /// - [`Error::NoWeight`] and [`Error::WeightSumOverflow`] if the sum is 0 or infinite.
@@ -144,7 +144,7 @@ impl SlotLayout {
             1..=MAX_LEN => {
                 Ok(Self { n_slots, alias_bits: u64::BITS - (n_slots - 1).leading_zeros() })
             }
-            weights => Err(Error::TooManyWeights { weights, max: MAX_LEN }),
+            count => Err(Error::TooMany { count, what: "weights", max: MAX_LEN }),
         }
     }
 
@@ -399,9 +399,9 @@ mod tests {
         assert_eq!(error(&[0.0, 0.0]), Error::NoWeight { weights: 2 });
         assert!(matches!(error(&[f64::MAX, f64::MAX]), Error::WeightSumOverflow { index: 1, .. }));
         // No machine has enough memory for a real list.
-        let weights = MAX_LEN + 1;
-        let too_many = Error::TooManyWeights { weights, max: MAX_LEN };
-        assert_eq!(SlotLayout::new(weights).unwrap_err(), too_many);
+        let count = MAX_LEN + 1;
+        let too_many = Error::TooMany { count, what: "weights", max: MAX_LEN };
+        assert_eq!(SlotLayout::new(count).unwrap_err(), too_many);
         assert_eq!(SlotLayout::new(MAX_LEN).unwrap().total(), 1 << 63);
     }
 }

@@ -44,7 +44,7 @@ impl DistributedSampler {
     /// - [`Error::EmptyDataSet`] without weights or draws, and [`Error::DataSetTooLong`] for too
     ///   many draws.
     /// - [`Error::InvalidWeight`], [`Error::NoWeight`], [`Error::WeightSumOverflow`] and
-    ///   [`Error::TooManyWeights`].
+    ///   [`Error::TooMany`].
     /// - [`Error::OutOfMemory`].
     ///
     /// # Examples
@@ -141,7 +141,7 @@ impl DistributedSampler {
     /// # Errors
     ///
     /// - [`Error::EmptyDataSet`] and [`Error::DataSetTooLong`] for no samples, or more than 2^63.
-    /// - [`Error::NoLanes`] and [`Error::TooManyShards`] for 0 lanes, or 2^32 shards or more.
+    /// - [`Error::NoLanes`] and [`Error::TooMany`] for 0 lanes, or 2^32 shards or more.
     /// - [`Error::OutOfMemory`].
     ///
     /// # Examples
@@ -191,7 +191,7 @@ impl DistributedSampler {
     /// - [`Error::EmptyDataSet`] and
     ///   [`Error::DataSetTooLong`] if a part or the mixture has no
     ///   samples, or all have more than 2^63.
-    /// - [`Error::NoMixtureWeight`] if all weights are 0, and
+    /// - [`Error::NoWeight`] if all weights are 0, and
     ///   [`Error::MixtureCycle`] if the cycle exceeds 2^20 turns.
     ///
     /// # Examples
@@ -346,7 +346,7 @@ impl DistributedSampler {
     ///
     /// # Errors
     ///
-    /// [`Error::RankWeights`] if the numbers of weights and ranks differ, [`Error::NoRankWeight`]
+    /// [`Error::RankWeights`] if the numbers of weights and ranks differ, [`Error::NoWeight`]
     /// if all are 0.
     ///
     /// # Examples

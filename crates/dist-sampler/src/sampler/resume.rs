@@ -66,13 +66,12 @@ impl DistributedSampler {
     ///
     /// # Errors
     ///
-    /// - [`Error::StateVersion`] for an unsupported format.
-    /// - [`Error::StateMismatch`] if data set, order or seed differ from the state, or the weights
+    /// - [`Error::StateMismatch`] if format version, data set, order or seed differ from the state, or the weights
     ///   of a mixture before its position. Weights that the state alone has there are taken from it,
     ///   so a job whose weights have changed resumes. Later weights and the end may differ.
-    /// - [`Error::StateConsumed`], [`Error::RankWeights`] or [`Error::NoRankWeight`] if the state
+    /// - [`Error::StateConsumed`], [`Error::RankWeights`] or [`Error::NoWeight`] if the state
     ///   contradicts itself.
-    /// - [`Error::StateStages`] above 1,024 worlds.
+    /// - [`Error::TooMany`] above 1,024 worlds.
     ///
     /// On an error the sampler is unchanged.
     pub fn resume(&mut self, state: &SamplerState) -> Result<()> {
@@ -156,8 +155,8 @@ impl DistributedSampler {
     ///
     /// - [`Error::NotMixture`] if the sampler is not a mixture.
     /// - [`Error::WeightsBehindPosition`] if ranks have read beyond `position`.
-    /// - [`Error::MixtureWeights`] if the numbers of weights and parts differ,
-    ///   [`Error::NoMixtureWeight`] if all are 0, and [`Error::MixtureCycle`].
+    /// - [`Error::WeightCount`] if the numbers of weights and parts differ,
+    ///   [`Error::NoWeight`] if all are 0, and [`Error::MixtureCycle`].
     ///
     /// # Examples
     ///
@@ -249,17 +248,10 @@ impl DistributedSampler {
     /// Checks that a state belongs to this sampler.
     fn check(&self, state: &SamplerState) -> Result<()> {
         let own_state = self.state(0);
-        if state.format_version != own_state.format_version {
-            return Err(Error::StateVersion {
-                version: state.format_version,
-                supported: own_state.format_version,
-            });
-        }
-        if state.stages.len() > SamplerState::MAX_STAGES {
-            return Err(Error::StateStages {
-                stages: state.stages.len(),
-                max: SamplerState::MAX_STAGES,
-            });
+        check_equal("format version", &state.format_version, &own_state.format_version)?;
+        let (count, max) = (state.stages.len() as u64, SamplerState::MAX_STAGES as u64);
+        if count > max {
+            return Err(Error::TooMany { count, what: "worlds in one epoch", max });
         }
         check_equal("order", &state.order, &own_state.order)?;
         if !self.samples.accepts_len(state.len, self.len) {

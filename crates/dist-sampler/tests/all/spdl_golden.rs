@@ -112,7 +112,10 @@ fn impossible_draws_are_rejected() {
     assert_eq!(error(0, None, None), Error::EmptyDataSet);
     assert_eq!(error(4, Some(0), None), Error::EmptyDataSet);
     assert_eq!(error(10, Some(11), None), Error::DrawsExceedDataSet { draws: 11, len: 10 });
-    assert_eq!(error(4, None, Some(&[1.0; 3])), Error::WeightCount { weights: 3, len: 4 });
+    assert_eq!(
+        error(4, None, Some(&[1.0; 3])),
+        Error::WeightCount { weights: 3, expected: 4, what: "samples" }
+    );
     assert_eq!(error(4, None, Some(&[0.0; 4])), Error::NoWeight { weights: 4 });
     let max = 1 << 32;
     assert_eq!(error(max + 1, Some(2), None), Error::TooLongToShuffle { len: max + 1, max });

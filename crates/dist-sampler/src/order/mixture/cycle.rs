@@ -31,12 +31,12 @@ impl TurnCycle {
     ///
     /// # Errors
     ///
-    /// [`Error::NoMixtureWeight`] if all weights are 0, and [`Error::MixtureCycle`] above 2^20
+    /// [`Error::NoWeight`] if all weights are 0, and [`Error::MixtureCycle`] above 2^20
     /// turns.
     pub(super) fn new(weights: &[u64]) -> Result<Self> {
         let divisor = weights.iter().copied().fold(0, greatest_common_divisor);
         if divisor == 0 {
-            return Err(Error::NoMixtureWeight);
+            return Err(Error::NoWeight { weights: weights.len() });
         }
         let weights: Vec<u64> = weights.iter().map(|weight| weight / divisor).collect();
         let n_turns = weights.iter().fold(0_u64, |sum, &weight| sum.saturating_add(weight));
@@ -136,8 +136,8 @@ mod tests {
     #[test]
     fn invalid_weights_are_rejected() {
         let error = |weights: &[u64]| TurnCycle::new(weights).unwrap_err();
-        assert_eq!(error(&[0, 0]), Error::NoMixtureWeight);
-        assert_eq!(error(&[]), Error::NoMixtureWeight);
+        assert_eq!(error(&[0, 0]), Error::NoWeight { weights: 2 });
+        assert_eq!(error(&[]), Error::NoWeight { weights: 0 });
         let (turns, max) = (MAX_CYCLE + 1, MAX_CYCLE);
         assert_eq!(error(&[max, 1]), Error::MixtureCycle { turns, max });
         assert!(TurnCycle::new(&[max - 1, 1]).is_ok(), "the longest cycle");

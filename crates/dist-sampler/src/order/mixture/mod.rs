@@ -121,7 +121,8 @@ impl MixtureOrder {
     pub(super) fn set_weights_from(&mut self, from: u64, weights: &[u64]) -> Result<()> {
         let n_parts = self.n_parts();
         if weights.len() != n_parts {
-            return Err(Error::MixtureWeights { weights: weights.len(), parts: n_parts });
+            let (weights, expected) = (weights.len(), n_parts as u64);
+            return Err(Error::WeightCount { weights, expected, what: "parts of the mixture" });
         }
         let cycle = TurnCycle::new(weights)?;
         let n_earlier = self.phases.partition_point(|phase| phase.from < from);

@@ -38,7 +38,8 @@ impl SpdlDraws {
         table::check_len(n_samples)?;
         let cumulative = match weights {
             Some(weights) if weights.len() as u64 != n_samples => {
-                return Err(Error::WeightCount { weights: weights.len(), len: n_samples });
+                let (weights, expected) = (weights.len(), n_samples);
+                return Err(Error::WeightCount { weights, expected, what: "samples" });
             }
             Some(weights) => cumulate(weights)?,
             None if draws > n_samples => {
