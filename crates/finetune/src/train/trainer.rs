@@ -263,7 +263,8 @@ impl Trainer {
     /// Trains one step, and appends its numbers to the metrics.
     fn train(&mut self) -> Result<Event> {
         let StepBatch { scheduled, tensors } = self.next_batch()?;
-        let ScheduledStep { epoch, batches, state, .. } = scheduled;
+        let ScheduledStep { epoch, micro_batches, state } = scheduled;
+        let batches = micro_batches.concat();
         let learning_rate = self.run.spec.recipe.learning_rate(self.done, self.run.spec.steps);
         self.step = Some(StepPosition { epoch, learning_rate, state });
         let before = StepTraffic::so_far(&self.mesh);
