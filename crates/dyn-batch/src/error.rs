@@ -48,23 +48,24 @@ pub enum Error {
     /// Packed rows have no length.
     #[error("packed rows have no length, set max_tokens")]
     NoRowLength,
-    /// A row is too long for best-fit packing, whose table has an entry per token.
-    #[error("rows of {max_tokens} tokens are above the limit of {limit} for best-fit packing")]
-    RowTooLong {
-        /// Requested length of a row.
-        max_tokens: u64,
-        /// Limit on the length.
+    /// Two settings exclude each other.
+    #[error("{setting} cannot be used with {other}")]
+    Conflict {
+        /// Name of a setting.
+        setting: &'static str,
+        /// The other setting, and what to use instead.
+        other: &'static str,
+    },
+    /// A count is too large for a table in memory, or for the time of resuming.
+    #[error("{count} {what} are above the limit of {limit}")]
+    TooMany {
+        /// The count.
+        count: u64,
+        /// Counted items.
+        what: &'static str,
+        /// Limit on the count.
         limit: u64,
     },
-    /// The setting does not apply to packed rows.
-    #[error("{setting} cannot be set for packed rows")]
-    NotForPacking {
-        /// Name of the setting.
-        setting: &'static str,
-    },
-    /// Fixed shapes need a strategy with buckets.
-    #[error("fixed shapes need buckets, set a bucket strategy")]
-    NoBuckets,
     /// Bucket boundaries do not ascend.
     #[error("bucket boundary {boundary} is followed by {next}, boundaries must ascend")]
     BoundariesNotAscending {
@@ -72,33 +73,6 @@ pub enum Error {
         boundary: u64,
         /// Next boundary.
         next: u64,
-    },
-
-    // Invalid buckets.
-    /// The data set has no sequences.
-    #[error("there are no sequences to make buckets for")]
-    NoLengths,
-    /// The table for optimal boundaries would be too large.
-    #[error(
-        "{n_buckets} buckets for {n_lengths} different lengths are above the limit of {limit} table entries"
-    )]
-    TooManyBuckets {
-        /// Requested number of buckets.
-        n_buckets: u64,
-        /// Number of distinct lengths.
-        n_lengths: u64,
-        /// Limit on their product.
-        limit: u64,
-    },
-
-    // Invalid measurements.
-    /// No cost fits the measurements: none is positive, or one is negative or not finite.
-    #[error(
-        "no cost fits these {count} measurements: at least one must be positive, and all finite"
-    )]
-    NoFit {
-        /// Number of measurements.
-        count: u64,
     },
 
     // Sequences that fit no batch.
@@ -176,20 +150,6 @@ pub enum Error {
     },
 
     // Steps of several ranks.
-    /// Dealt steps do not support buckets and packed rows.
-    #[error("dealt steps do not support buckets and packed rows, use grouped steps")]
-    CannotDeal,
-    /// Dealt steps have one micro-batch per rank.
-    #[error("dealt steps do not accumulate, use grouped steps or a grid")]
-    CannotAccumulate,
-    /// A grid does not support buckets and windows.
-    #[error(
-        "a grid does not support {setting}, its cells are cut from the sorted sequences of a step"
-    )]
-    NotForGrid {
-        /// Name of the setting.
-        setting: &'static str,
-    },
     /// A setting is not a multiple of the batch size multiple.
     #[error("{setting} {value} is not a multiple of batch_size_multiple {multiple}")]
     NotAMultiple {
@@ -228,14 +188,6 @@ pub enum Error {
         /// Number of ranks.
         world_size: core_types::WorldSize,
     },
-    /// Too many worlds have read an epoch in turn.
-    #[error("{count} earlier worlds in one epoch are above the limit of {limit}")]
-    TooManyWorlds {
-        /// Number of worlds before the current one.
-        count: u64,
-        /// Limit on their number.
-        limit: u64,
-    },
     /// The state was saved with other lengths, another order or another configuration.
     #[error("the state belongs to other batches: found {found}, expected {expected}")]
     BatchMismatch {
@@ -246,13 +198,17 @@ pub enum Error {
     },
 
     // Tensors.
-    /// The tensor of a batch exceeds the address space.
-    #[error("a tensor of {rows} x {padded_length} tokens is larger than the address space")]
+    /// A tensor exceeds the address space.
+    #[error(
+        "a tensor of {rows} x {padded_length} x {n_features} elements is larger than the address space"
+    )]
     TensorTooLarge {
         /// Number of rows.
         rows: u64,
         /// Length of a row.
         padded_length: u64,
+        /// Elements per token.
+        n_features: u64,
     },
     /// A packed batch, with several sequences per row, cannot be padded.
     #[error("{rows} rows cannot hold {sequences} sequences, use Collator::pack for packed batches")]
@@ -274,40 +230,18 @@ pub enum Error {
         /// Expected items: one per token, or one per token and feature.
         expected: u64,
     },
-    /// The tensor of a field with several features exceeds the address space.
+    /// The sequences of a batch have more tokens than the batch counts, or than their row has places.
     #[error(
-        "a tensor of {rows} x {padded_length} tokens of {n_features} features is larger than the \
-         address space"
-    )]
-    FramesTooLarge {
-        /// Number of rows.
-        rows: u64,
-        /// Length of a row.
-        padded_length: u64,
-        /// Features per token.
-        n_features: u64,
-    },
-    /// The sequences of a batch have more tokens than the batch counts.
-    #[error(
-        "sequences have {tokens} tokens, but the batch counts {counted}: set \
+        "sequences of {tokens} tokens are above the {limit} of {holder}: set \
          Collator::with_max_sequence_length to truncate"
     )]
-    Uncounted {
+    TooManyTokens {
         /// Tokens of the sequences.
         tokens: u64,
-        /// Tokens counted in the batch.
-        counted: u64,
-    },
-    /// The sequences are longer than their row.
-    #[error(
-        "sequences of {tokens} tokens do not fit a row of {row_length}: set \
-         Collator::with_max_sequence_length to truncate"
-    )]
-    RowOverflow {
-        /// Tokens of all sequences in the row.
-        tokens: u64,
-        /// Length of the row.
-        row_length: u64,
+        /// Tokens that the batch counts, or length of the row.
+        limit: u64,
+        /// Batch or row.
+        holder: &'static str,
     },
 }
 

@@ -39,10 +39,7 @@ mod sort;
 pub use crate::collate::{BatchTensors, Collator, PackedRow, PaddedRows, SequenceLayout};
 pub use crate::{
     batch::{Batch, Sequence},
-    config::{
-        BatchConfig, Buckets, Cost, CostFit, Cut, DynamicBatchStrategy, Overlong, Packing,
-        Remainder,
-    },
+    config::{BatchConfig, Buckets, Cost, Cut, DynamicBatchStrategy, Overlong, Packing, Remainder},
     distributed::{
         BatchState, DistributedBatchSampler, DistributedConfig, Step, StepLayout, StepRemainder,
         Steps,

@@ -353,7 +353,8 @@ fn check_nonzero(config: &BatchConfig) -> Result<()> {
 
 fn check_strategy(config: &BatchConfig) -> Result<()> {
     if config.fixed_shapes && config.strategy.buckets().is_none() {
-        return Err(Error::NoBuckets);
+        let other = "a strategy without buckets";
+        return Err(Error::Conflict { setting: "fixed_shapes", other });
     }
     match &config.strategy {
         DynamicBatchStrategy::Bucket(buckets) => buckets.check(),
@@ -371,7 +372,7 @@ fn check_packing(config: &BatchConfig, packing: Packing) -> Result<()> {
         ("length_multiple", config.length_multiple != 1),
     ] {
         if is_set {
-            return Err(Error::NotForPacking { setting });
+            return Err(Error::Conflict { setting, other: "packed rows" });
         }
     }
     let max_tokens = config.max_tokens.ok_or(Error::NoRowLength)?;
@@ -379,7 +380,10 @@ fn check_packing(config: &BatchConfig, packing: Packing) -> Result<()> {
         Packing::BestFit | Packing::MinimumSlack => MAX_ROW_LENGTH,
         Packing::InOrder { .. } => UNLIMITED,
     };
-    if max_tokens > limit { Err(Error::RowTooLong { max_tokens, limit }) } else { Ok(()) }
+    if max_tokens <= limit {
+        return Ok(());
+    }
+    Err(Error::TooMany { count: max_tokens, what: "tokens in a row for best-fit packing", limit })
 }
 
 /// Returns the limits on the sequences and the padded tokens of a batch.

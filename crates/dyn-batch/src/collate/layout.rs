@@ -150,7 +150,7 @@ impl SequenceLayout {
     fn n_items(&self, width: usize) -> Result<usize> {
         let n_items = (self.rows * self.row_len).checked_mul(width);
         n_items.filter(|&n_items| n_items <= MAX_ITEMS).ok_or_else(|| {
-            wrap_error(Error::FramesTooLarge {
+            wrap_error(Error::TensorTooLarge {
                 rows: self.rows as u64,
                 padded_length: self.row_len as u64,
                 n_features: width as u64,
@@ -217,7 +217,7 @@ impl SequenceLayout {
     ///
     /// Returns candle's error if the device fails. The following errors are wrapped in a candle
     /// error: [`Error::FieldLength`] if a sequence has a different number of items than tokens ×
-    /// `n_features`, and [`Error::FramesTooLarge`] if the tensor exceeds the address space.
+    /// `n_features`, and [`Error::TensorTooLarge`] if the tensor exceeds the address space.
     pub fn frames<'a, T: WithDType>(
         &self,
         fill: T,
@@ -299,16 +299,19 @@ fn check_row(n_tokens: usize, row_len: usize) -> Result<()> {
     if n_tokens <= row_len {
         return Ok(());
     }
-    let tokens = n_tokens as u64;
-    Err(wrap_error(Error::RowOverflow { tokens, row_length: row_len as u64 }))
+    let (tokens, limit) = (n_tokens as u64, row_len as u64);
+    Err(wrap_error(Error::TooManyTokens { tokens, limit, holder: "their row" }))
 }
 
 /// Checks that there are no more tokens than the batch counts, because its limits and reports would
 /// be wrong, nor more than position ids can count.
 fn check_counted(batch: &Batch, spans: &[SequenceSpan]) -> Result<()> {
     let tokens = spans.iter().map(|span| span.n_kept as u64).sum();
-    let counted = batch.real_tokens.min(u32::MAX.into());
-    if tokens <= counted { Ok(()) } else { Err(wrap_error(Error::Uncounted { tokens, counted })) }
+    let limit = batch.real_tokens.min(u32::MAX.into());
+    if tokens <= limit {
+        return Ok(());
+    }
+    Err(wrap_error(Error::TooManyTokens { tokens, limit, holder: "their batch" }))
 }
 
 /// Returns the rows and their length, if a tensor can have that many elements of 8 bytes.
@@ -320,7 +323,7 @@ fn shape(batch: &Batch) -> Result<(usize, usize)> {
     match (usize::try_from(rows), usize::try_from(padded_length)) {
         (Ok(rows), Ok(row_len)) if is_addressable => Ok((rows, row_len)),
         (Ok(_) | Err(_), Ok(_) | Err(_)) => {
-            Err(wrap_error(Error::TensorTooLarge { rows, padded_length }))
+            Err(wrap_error(Error::TensorTooLarge { rows, padded_length, n_features: 1 }))
         }
     }
 }
@@ -444,7 +447,7 @@ mod tests {
         for n_features in [1 << 60, usize::MAX] {
             let found = frames(&[], n_features);
             let n_features = n_features as u64;
-            check_error(found, &Error::FramesTooLarge { rows: 2, padded_length: 3, n_features });
+            check_error(found, &Error::TensorTooLarge { rows: 2, padded_length: 3, n_features });
         }
     }
 
@@ -453,15 +456,25 @@ mod tests {
         let layout =
             |batch: &Batch, length| Collator::default().layout(batch, |_| length, &Device::Cpu);
         let mut batch = Batch::from_indices([0, 1], |_| 3).unwrap();
-        check_error(layout(&batch, 4), &Error::RowOverflow { tokens: 4, row_length: 3 });
+        check_error(
+            layout(&batch, 4),
+            &Error::TooManyTokens { tokens: 4, limit: 3, holder: "their row" },
+        );
         batch.padded_length = 4;
-        check_error(layout(&batch, 4), &Error::Uncounted { tokens: 8, counted: 6 });
+        check_error(
+            layout(&batch, 4),
+            &Error::TooManyTokens { tokens: 8, limit: 6, holder: "their batch" },
+        );
         batch.rows = 1;
         let tokens = usize::MAX as u64;
-        check_error(layout(&batch, usize::MAX), &Error::RowOverflow { tokens, row_length: 4 });
+        check_error(
+            layout(&batch, usize::MAX),
+            &Error::TooManyTokens { tokens, limit: 4, holder: "their row" },
+        );
 
         let batch = Batch::from_indices([0], |_| 1 << 32).unwrap();
-        let expected = Error::Uncounted { tokens: 1 << 32, counted: u32::MAX.into() };
+        let expected =
+            Error::TooManyTokens { tokens: 1 << 32, limit: u32::MAX.into(), holder: "their batch" };
         check_error(layout(&batch, 1 << 32), &expected);
     }
 }

@@ -157,8 +157,8 @@ impl Collator {
     ///
     /// The following errors are wrapped in a candle error: [`Error::TensorTooLarge`] if the batch
     /// exceeds the address space, [`Error::PackedBatch`] if it has more sequences than rows and
-    /// several rows, [`Error::RowOverflow`] if sequences are longer than their row, and
-    /// [`Error::Uncounted`] if there are more tokens than the batch counts, or than 32 bits count.
+    /// several rows, and [`Error::TooManyTokens`] if sequences are longer than their row, or have more
+    /// tokens than the batch counts, or than 32 bits count.
     pub fn layout(
         &self,
         batch: &Batch,
@@ -183,9 +183,8 @@ impl Collator {
     ///
     /// Returns candle's error if the device fails. The following errors are wrapped in a candle
     /// error: [`Error::TensorTooLarge`] if the batch exceeds the address space,
-    /// [`Error::PackedBatch`] if it has more sequences than rows, [`Error::RowOverflow`] if a
-    /// sequence is longer than its row, and [`Error::Uncounted`] if there are more tokens than the
-    /// batch counts.
+    /// [`Error::PackedBatch`] if it has more sequences than rows, and [`Error::TooManyTokens`] if a
+    /// sequence is longer than its row, or there are more tokens than the batch counts.
     pub fn pad<'a>(
         &self,
         batch: &Batch,
@@ -206,8 +205,8 @@ impl Collator {
     ///
     /// Returns candle's error if the device fails. The following errors are wrapped in a candle
     /// error: [`Error::TensorTooLarge`] if the row exceeds the address space,
-    /// [`Error::RowOverflow`] if the sequences are longer than the row, and [`Error::Uncounted`] if
-    /// there are more tokens than the batch counts.
+    /// and [`Error::TooManyTokens`] if the sequences are longer than the row, or there are more tokens
+    /// than the batch counts.
     pub fn pack<'a>(
         &self,
         batch: &Batch,
@@ -303,7 +302,7 @@ mod tests {
         let tensors = collator.pad(&batches[0], text, &Device::Cpu).unwrap();
         assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[1, 2], [4, 5], [6, 0], [7, 8]]);
         let error = Collator::default().pad(&batches[0], text, &Device::Cpu).unwrap_err();
-        assert!(error.to_string().contains("of 3 tokens do not fit a row of 2"), "{error}");
+        assert!(error.to_string().contains("of 3 tokens are above the 2 of their row"), "{error}");
     }
 
     #[test]
@@ -318,14 +317,20 @@ mod tests {
             tensors.rows.mask.flatten_all().unwrap().to_vec1::<u8>().unwrap().iter().sum();
         assert_eq!((u64::from(kept), padded[0].real_tokens), (9, 9));
         let error = Collator::default().pad(&padded[0], text, &Device::Cpu).unwrap_err();
-        assert!(error.to_string().contains("have 10 tokens, but the batch counts 9"), "{error}");
+        assert!(
+            error.to_string().contains("of 10 tokens are above the 9 of their batch"),
+            "{error}"
+        );
 
         let pack = DynamicBatchStrategy::Pack(Packing::InOrder { open_rows: 1 });
         let packed = batches(config.with_strategy(pack).with_max_tokens(12));
         let tensors = collator.pack(&packed[0], text, &Device::Cpu).unwrap();
         assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 0]]);
         let error = Collator::default().pack(&packed[0], text, &Device::Cpu).unwrap_err();
-        assert!(error.to_string().contains("have 10 tokens, but the batch counts 9"), "{error}");
+        assert!(
+            error.to_string().contains("of 10 tokens are above the 9 of their batch"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -336,7 +341,7 @@ mod tests {
         let error = Collator::default()
             .pack(&packed[0], |_| &[1, 2, 3, 4, 5][..], &Device::Cpu)
             .unwrap_err();
-        assert!(error.to_string().contains("of 5 tokens do not fit a row of 4"), "{error}");
+        assert!(error.to_string().contains("of 5 tokens are above the 4 of their row"), "{error}");
     }
 
     #[test]
@@ -459,7 +464,7 @@ mod tests {
         let error =
             Collator::default().pack(&batches[0], |_| &[1, 2, 3, 4, 5], &Device::Cpu).unwrap_err();
         assert!(
-            error.to_string().contains("sequences of 10 tokens do not fit a row of 6"),
+            error.to_string().contains("sequences of 10 tokens are above the 6 of their row"),
             "{error}"
         );
         let huge =

@@ -45,7 +45,7 @@ impl Buckets {
     ///
     /// # Errors
     ///
-    /// [`Error::Zero`] for zero buckets, [`Error::NoLengths`] without sequences, and
+    /// [`Error::Zero`] for zero buckets, or no sequences, and
     /// [`Error::IndexOutOfRange`] if a counted sequence has no length.
     pub fn quantiles(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Self> {
         let histogram = build_histogram(lengths, n_buckets)?;
@@ -77,14 +77,16 @@ impl Buckets {
     ///
     /// # Errors
     ///
-    /// The errors of [`quantiles`](Self::quantiles), and [`Error::TooManyBuckets`] if K · D exceeds
+    /// The errors of [`quantiles`](Self::quantiles), and [`Error::TooMany`] if K · D exceeds
     /// 2^27.
     pub fn optimal(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Self> {
         let histogram = build_histogram(lengths, n_buckets)?;
         let n_lengths = histogram.runs().len() as u64;
         let n_entries = n_buckets.min(n_lengths).saturating_mul(n_lengths);
         if n_entries > MAX_ENTRIES {
-            return Err(Error::TooManyBuckets { n_buckets, n_lengths, limit: MAX_ENTRIES });
+            let count = n_buckets.saturating_mul(n_lengths);
+            let what = "pairs of a bucket and a length";
+            return Err(Error::TooMany { count, what, limit: MAX_ENTRIES });
         }
         Ok(Self::Boundaries(optimal_boundaries(histogram.runs(), n_buckets)))
     }
@@ -130,7 +132,10 @@ fn build_histogram(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Leng
         counter.add(measure(&lengths, index)?.length);
     }
     let histogram = counter.finish();
-    if histogram.count() == 0 { Err(Error::NoLengths) } else { Ok(histogram) }
+    if histogram.count() == 0 {
+        return Err(Error::Zero { setting: "number of sequences" });
+    }
+    Ok(histogram)
 }
 
 /// Limit on the entries of the table of cuts, of 4 bytes each.
@@ -253,7 +258,11 @@ mod tests {
         let error = Buckets::optimal(&lengths, 10_000).unwrap_err();
         assert_eq!(
             error,
-            Error::TooManyBuckets { n_buckets: 10_000, n_lengths: 20_000, limit: 1 << 27 }
+            Error::TooMany {
+                count: 200_000_000,
+                what: "pairs of a bucket and a length",
+                limit: 1 << 27
+            }
         );
     }
 

@@ -2,9 +2,8 @@
 
 mod buckets;
 mod cost;
-mod cost_fit;
 
-pub use self::{buckets::Buckets, cost::Cost, cost_fit::CostFit};
+pub use self::{buckets::Buckets, cost::Cost};
 
 /// The strategy that decides which sequences share a batch.
 ///

@@ -159,7 +159,7 @@ impl<L: SequenceLengths> GridBuilder<'_, L> {
     fn add_full(&mut self, indices: &[u32]) -> Result<()> {
         let lengths = self.lengths(indices);
         let n_ranks = self.planner.n_ranks;
-        let most = self.planner.n_groups(lengths.len()) / n_ranks;
+        let most = self.planner.max_cells(lengths.len()) / n_ranks;
         let accumulation = match self.accumulation {
             Some(accumulation) => accumulation,
             None => self.planner.n_needed(&lengths).div_ceil(n_ranks).clamp(1, most),
@@ -175,7 +175,7 @@ impl<L: SequenceLengths> GridBuilder<'_, L> {
     fn add_remainder(&mut self, indices: &[u32], full_len: usize) -> Result<()> {
         let n_ranks = self.planner.n_ranks;
         let allowed = self.accumulation.unwrap_or(usize::MAX);
-        let most = allowed.min(self.planner.n_groups(indices.len()) / n_ranks);
+        let most = allowed.min(self.planner.max_cells(indices.len()) / n_ranks);
         let is_kept = self.planner.limits.config().remainder == Remainder::Keep;
         if !is_kept || most == 0 {
             self.steps.plan.count_dropped(indices.len());

@@ -74,9 +74,9 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
     ///
     /// # Errors
     ///
-    /// [`Error::CannotDeal`] for dealt steps of buckets or packed rows, [`Error::CannotAccumulate`]
-    /// for dealt steps with several micro-batches, [`Error::MultipleOverLimit`] if the multiple for
-    /// all ranks exceeds 64 bits, [`Error::Zero`] for a setting of 0, and [`Error::NotForGrid`],
+    /// [`Error::Conflict`] for dealt steps of buckets or packed rows or with several micro-batches, and
+    /// for a grid of buckets or windows, [`Error::MultipleOverLimit`] if the multiple for
+    /// all ranks exceeds 64 bits, [`Error::Zero`] for a setting of 0, and
     /// [`Error::NotAMultiple`] or [`Error::CannotFillGrid`] for a grid that cannot be filled.
     pub fn new(
         batches: DynamicBatchSampler<L>,
@@ -97,7 +97,8 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
         match &self.config.layout {
             StepLayout::Grouped => Ok(()),
             StepLayout::Dealt if accumulation.is_some_and(|n| n > 1) => {
-                Err(Error::CannotAccumulate)
+                let other = "dealt steps: use grouped steps or a grid";
+                Err(Error::Conflict { setting: "accumulation", other })
             }
             StepLayout::Dealt => self.batches_of_steps(world_size).map(drop),
             StepLayout::Grid(grid) => {
@@ -119,12 +120,15 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
     }
 }
 
+/// The reason why buckets and windows have no effect.
+const GRID: &str = "a grid: its cells are cut from the sorted sequences of a step";
+
 /// Rejects strategies whose settings have no effect on a grid.
 fn check_strategy(strategy: &DynamicBatchStrategy) -> Result<()> {
     match strategy {
-        DynamicBatchStrategy::Bucket(_) => Err(Error::NotForGrid { setting: "buckets" }),
+        DynamicBatchStrategy::Bucket(_) => Err(Error::Conflict { setting: "buckets", other: GRID }),
         DynamicBatchStrategy::Sorted { window: Some(_), .. } => {
-            Err(Error::NotForGrid { setting: "a window" })
+            Err(Error::Conflict { setting: "a window", other: GRID })
         }
         DynamicBatchStrategy::PadToMax
         | DynamicBatchStrategy::Dynamic

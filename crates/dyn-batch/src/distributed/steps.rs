@@ -128,7 +128,7 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
     /// # Errors
     ///
     /// The errors of [`epoch`](Self::epoch), [`Error::BatchMismatch`] if the state belongs to other
-    /// batches, and [`Error::TooManyWorlds`] if more than 255 worlds have read this epoch in turn.
+    /// batches, and [`Error::TooMany`] if more than 255 worlds have read this epoch in turn.
     ///
     /// # Examples
     ///
@@ -207,7 +207,8 @@ fn check_earlier_worlds(count: usize) -> Result<()> {
     if count <= limit {
         return Ok(());
     }
-    Err(Error::TooManyWorlds { count: count as u64, limit: limit as u64 })
+    let (count, limit) = (count as u64, limit as u64);
+    Err(Error::TooMany { count, what: "earlier worlds in one epoch", limit })
 }
 
 /// The part of an epoch's order that earlier worlds have not read.
@@ -292,7 +293,7 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
     ) -> Result<PlannedSteps<Arc<L>>> {
         let config = self.config;
         let mut plan = self.batches_of_steps(world_size)?.plan_order(order, cut)?;
-        let cut = plan.cut();
+        let cut = plan.sorted_cuts();
         let accumulation = config.accumulation.unwrap_or(1);
         let n_batches = plan.len() as u64;
         let per_step = WorldSize::new(world_size.as_u64().saturating_mul(accumulation))
@@ -310,7 +311,7 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
         seed: Option<Seed>,
     ) -> Result<PlannedSteps<Arc<L>>> {
         let mut plan = self.batches_of_steps(world_size)?.plan_order(order, cut)?;
-        let cut = plan.cut();
+        let cut = plan.sorted_cuts();
         fill_small_batch(&mut plan, world_size, self.config.remainder)?;
         let batch_indices = order_steps(plan.batch_indices().collect(), 1, seed);
         Ok(PlannedSteps { plan, cut, batch_indices, sizes: StepSizes::Equal(1) })

@@ -48,8 +48,8 @@ impl GridPlanner<'_> {
         }
     }
 
-    /// Returns the smallest number of cells that must not be empty: a group of sequences for each.
-    pub(crate) fn n_groups(&self, n_sequences: usize) -> usize {
+    /// Returns the maximum number of cells that these sequences fill, with a group of sequences each.
+    pub(crate) fn max_cells(&self, n_sequences: usize) -> usize {
         n_sequences.div_ceil(self.limits.group_len())
     }
 

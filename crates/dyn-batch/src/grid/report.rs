@@ -32,7 +32,7 @@ use crate::grid::config::Synchronization;
 ///     .epoch(Epoch::ZERO, 0..64)?;
 /// let report = steps.grid_report().ok_or("no grid")?;
 /// assert_eq!((report.steps, report.cells), (2, 16));
-/// assert!(report.waste() < 0.2 && report.speedup() > 1.5, "{report}");
+/// assert!(report.waste() < 0.2 && 3 * report.time < 2 * report.plain_time, "{report}");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -124,22 +124,22 @@ impl GridReport {
     }
 
     /// Returns the [`waste`](Self::waste) of the plain order.
-    pub fn plain_waste(&self) -> f64 {
+    fn plain_waste(&self) -> f64 {
         waste(self.plain_time, self.plain_cost, self.ranks)
     }
 
     /// Returns the time of the plain order over the time of these steps; 1 without cost.
-    pub fn speedup(&self) -> f64 {
+    fn speedup(&self) -> f64 {
         if self.time == 0 { 1.0 } else { self.plain_time as f64 / self.time as f64 }
     }
 
     /// Returns the share of padding in all cells; 0 without tokens.
-    pub fn padding(&self) -> f64 {
+    fn padding(&self) -> f64 {
         padding(self.real_tokens, self.padded_tokens)
     }
 
     /// Returns the share of padding in the plain order.
-    pub fn plain_padding(&self) -> f64 {
+    fn plain_padding(&self) -> f64 {
         padding(self.real_tokens, self.plain_padded_tokens)
     }
 }

@@ -114,7 +114,8 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
         let config = self.config().clone();
         match config.strategy {
             DynamicBatchStrategy::Bucket(_) | DynamicBatchStrategy::Pack(_) => {
-                return Err(Error::CannotDeal);
+                let other = "dealt steps: use grouped steps";
+                return Err(Error::Conflict { setting: "buckets or packed rows", other });
             }
             DynamicBatchStrategy::PadToMax
             | DynamicBatchStrategy::Dynamic

@@ -56,11 +56,11 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
         Ok(indices)
     }
 
-    /// Plans the batches of the sequences in `order`. `cut` is empty, or the [`BatchPlan::cut`] of
-    /// an equal plan.
-    pub(crate) fn plan_order(self, order: Vec<u32>, cut: &[(u32, u32)]) -> Result<BatchPlan<L>> {
+    /// Plans the batches of the sequences in `order`. `cuts` is empty, or the
+    /// [`BatchPlan::sorted_cuts`] of an equal plan.
+    pub(crate) fn plan_order(self, order: Vec<u32>, cuts: &[(u32, u32)]) -> Result<BatchPlan<L>> {
         match BatchBuilder::whole_set_strategy(self.limits()) {
-            Some(strategy) => BatchPlan::from_whole_set(self, order, strategy, cut),
+            Some(strategy) => BatchPlan::from_whole_set(self, order, strategy, SortedCuts(cuts)),
             None => BatchPlan::from_stream(self, order),
         }
     }
@@ -161,14 +161,15 @@ impl<L: SequenceLengths> BatchPlan<L> {
         sampler: DynamicBatchSampler<L>,
         order: Vec<u32>,
         strategy: WholeSetStrategy,
-        cut: &[(u32, u32)],
+        cuts: SortedCuts<'_>,
     ) -> Result<Self> {
         let mut drop_counts = PaddingReport::default();
         let admitted = sampler.admit_all(order, &mut drop_counts)?;
         let sequences =
             || admitted.iter().map(|&index| (index, sampler.admitted_sequence(index).length));
         let histogram = LengthHistogram::new(sequences().map(|(_, length)| length));
-        let known_group_ends = parse_cut(cut, sampler.limits(), histogram.count());
+        let group_len = sampler.limits().group_len();
+        let known_group_ends = cuts.group_ends(group_len, histogram.count());
         let arrangement =
             strategy.arrange(&histogram, sequences(), sampler.limits(), known_group_ends)?;
         drop_counts.dropped = arrangement.dropped;
@@ -178,20 +179,20 @@ impl<L: SequenceLengths> BatchPlan<L> {
 
     /// Returns the cuts of sorted sequences as a run-length list of batch size and count, the
     /// shortest sequences first; empty for other strategies.
-    pub(crate) fn cut(&self) -> Vec<(u32, u32)> {
-        let mut cut: Vec<(u32, u32)> = Vec::new();
+    pub(crate) fn sorted_cuts(&self) -> Vec<(u32, u32)> {
+        let mut cuts: Vec<(u32, u32)> = Vec::new();
         let strategy = BatchBuilder::whole_set_strategy(self.limits());
         if !matches!(strategy, Some(WholeSetStrategy::Sorted(_))) {
-            return cut;
+            return cuts;
         }
         for batch in &self.batches {
             let size = batch.range.end - batch.range.start;
-            match cut.last_mut() {
+            match cuts.last_mut() {
                 Some((last, count)) if *last == size => *count += 1,
-                Some(_) | None => cut.push((size, 1)),
+                Some(_) | None => cuts.push((size, 1)),
             }
         }
-        cut
+        cuts
     }
 
     /// Returns the number of batches.
@@ -248,9 +249,10 @@ impl<L: SequenceLengths> BatchPlan<L> {
     }
 
     /// Returns the indices of all batches.
-    #[expect(clippy::expect_used, reason = "a plan has fewer than 2^32 sequences")]
+    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     pub(crate) fn batch_indices(&self) -> Range<u32> {
-        0..u32::try_from(self.len()).expect("no batch is empty")
+        let n_batches = u32::try_from(self.len());
+        0..n_batches.expect("a plan has fewer than 2^32 sequences, and no batch is empty")
     }
 
     /// Returns the indices of the sequences of a batch; panics if `index` is out of range.
@@ -329,21 +331,28 @@ impl<L: SequenceLengths> BatchPlan<L> {
 /// Limit on the sequences in a plan.
 pub(crate) const LIMIT: u64 = u32::MAX as u64;
 
-/// Returns the ends of the batches in a [`BatchPlan::cut`], counted in groups. A first batch
-/// smaller than a group is left out, because the arrangement finds it again.
-fn parse_cut(cut: &[(u32, u32)], limits: &BatchLimits, n_sequences: u64) -> Option<Vec<usize>> {
-    // A cut into more batches than sequences is from another plan and might exceed the memory.
-    let n_batches = cut.iter().fold(0_u64, |sum, &(_, count)| sum.saturating_add(count.into()));
-    if n_batches == 0 || n_batches > n_sequences {
-        return None;
+/// Cuts of sorted sequences, from a state: see [`BatchPlan::sorted_cuts`].
+struct SortedCuts<'a>(&'a [(u32, u32)]);
+
+impl SortedCuts<'_> {
+    /// Returns the ends of the batches, counted in groups, or `None` if the cuts are from another plan.
+    ///
+    /// Leading batches smaller than a group are left out: the arrangement adds the surplus again.
+    fn group_ends(&self, group_len: usize, n_sequences: u64) -> Option<Vec<usize>> {
+        // More batches than sequences might exceed the memory.
+        let counts = self.0.iter().map(|&(_, count)| u64::from(count));
+        let n_batches = counts.fold(0, u64::saturating_add);
+        if n_batches == 0 || n_batches > n_sequences {
+            return None;
+        }
+        let runs = self.0.iter();
+        let sizes = runs.flat_map(|&(size, count)| repeat_n(size as usize, count as usize));
+        let mut ends = Vec::new();
+        let mut end = 0_usize;
+        for size in sizes.skip_while(|&size| size < group_len) {
+            end = end.saturating_add(size / group_len);
+            ends.push(end);
+        }
+        Some(ends)
     }
-    let group_len = limits.group_len();
-    let sizes = cut.iter().flat_map(|&(size, count)| repeat_n(size as usize, count as usize));
-    let mut ends = Vec::new();
-    let mut end = 0_usize;
-    for size in sizes.skip_while(|&size| size < group_len) {
-        end = end.saturating_add(size / group_len);
-        ends.push(end);
-    }
-    Some(ends)
 }

@@ -224,14 +224,18 @@ fn unsupported_packing_settings_are_rejected() {
     ] {
         check_config(
             config,
-            &Error::NotForPacking { setting },
-            &format!("{setting} cannot be set for packed rows"),
+            &Error::Conflict { setting, other: "packed rows" },
+            &format!("{setting} cannot be used with packed rows"),
         );
     }
     check_config(
         pack.with_max_tokens(MAX),
-        &Error::RowTooLong { max_tokens: MAX, limit: 1 << 24 },
-        "rows of 18446744073709551615 tokens are above the limit of 16777216 for best-fit packing",
+        &Error::TooMany {
+            count: MAX,
+            what: "tokens in a row for best-fit packing",
+            limit: 1 << 24,
+        },
+        "18446744073709551615 tokens in a row for best-fit packing are above the limit of 16777216",
     );
     let endless_rows = packing(Packing::InOrder { open_rows: 1 }).with_max_tokens(MAX);
     assert!(DynamicBatchSampler::new([1_u32], endless_rows).is_ok());
@@ -264,11 +268,16 @@ fn invalid_buckets_are_rejected() {
         "bucket boundary 9 is followed by 9, boundaries must ascend",
     );
     let fixed = BatchConfig::default().with_max_tokens(9).with_fixed_shapes(true);
-    check_config(fixed, &Error::NoBuckets, "fixed shapes need buckets, set a bucket strategy");
+    let without_buckets = "a strategy without buckets";
+    check_config(
+        fixed,
+        &Error::Conflict { setting: "fixed_shapes", other: without_buckets },
+        "fixed_shapes cannot be used with a strategy without buckets",
+    );
     assert_eq!(Buckets::optimal([1_u32], 0), Err(Error::Zero { setting: "number of buckets" }));
     assert_eq!(
         Buckets::quantiles([0_u32; 0], 3).unwrap_err().to_string(),
-        "there are no sequences to make buckets for"
+        "number of sequences is 0, it must be at least 1"
     );
     check_sequence(
         &[9, 10],
@@ -324,7 +333,7 @@ fn impossible_steps_are_rejected() {
     let error = sampler(vec![1], boundaries(&[9]), dealt).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "dealt steps do not support buckets and packed rows, use grouped steps"
+        "buckets or packed rows cannot be used with dealt steps: use grouped steps"
     );
 }
 

@@ -130,7 +130,7 @@ fn states_of_too_many_worlds_are_rejected() {
         state = sampler(1 + nth % 2).resume(&state, 0..2).unwrap().state();
     }
     let error = sampler(2).resume(&state, 0..2).unwrap_err();
-    assert_eq!(error, Error::TooManyWorlds { count: 256, limit: 255 });
+    assert!(matches!(error, Error::TooMany { count: 256, limit: 255, .. }));
     assert!(sampler(1).resume(&state, 0..2).is_ok());
 }
 

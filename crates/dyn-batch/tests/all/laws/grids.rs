@@ -229,7 +229,7 @@ fn grids_that_cannot_be_filled_are_errors() {
     let error = epoch(grid(8), 1).sampler(0, 2).unwrap().epoch(EPOCH, 0..16).unwrap_err();
     assert_eq!(error, Error::GridTooSmall { sequences: 8, needed: 4, cells: 2 });
     let error = epoch(StepLayout::Dealt, 2).sampler(0, 2).unwrap_err();
-    assert_eq!(error, Error::CannotAccumulate);
+    assert!(matches!(error, Error::Conflict { setting: "accumulation", .. }));
     let error = epoch(grid(8), 0).sampler(0, 2).unwrap_err();
     assert_eq!(error, Error::Zero { setting: "accumulation" });
     assert!(epoch(grid(8), 4).sampler(0, 2).unwrap().epoch(EPOCH, 0..7).unwrap().next().is_none());

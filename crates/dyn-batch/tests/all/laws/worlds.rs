@@ -45,7 +45,7 @@ impl SharedEpoch {
         let batches = DynamicBatchSampler::new(lengths, config).unwrap();
         let epoch = Self { batches, config: steps, order };
         match DistributedBatchSampler::new(epoch.batches.clone(), Placement::SINGLE, steps) {
-            Err(Error::CannotDeal | Error::NotForGrid { .. }) => None,
+            Err(Error::Conflict { .. }) => None,
             other => other.map(|_| Some(epoch)).unwrap(),
         }
     }
