@@ -31,8 +31,14 @@ pub const MAX_HEADER_LEN: u64 = 100_000_000;
 ///
 /// # Errors
 ///
-/// [`SourceError::Header`] above [`MAX_HEADER_LEN`].
+/// [`SourceError::Header`] above [`MAX_HEADER_LEN`], and for the pointer that Git LFS leaves in place of a
+/// file.
 pub fn header_len(prefix: [u8; 8]) -> Result<u64> {
+    // The first line of a pointer is `version https://git-lfs.github.com/spec/v1`.
+    if prefix == *b"version " {
+        let pointer = "it is a pointer of Git LFS: `git lfs pull` fetches the file";
+        return Err(header_error(pointer.into()));
+    }
     let len = u64::from_le_bytes(prefix);
     if len <= MAX_HEADER_LEN {
         return Ok(len);

@@ -90,6 +90,8 @@ fn hostile_lengths_allocate_nothing() {
         rejects_header(from_safetensors(&len.to_le_bytes()), &[len, MAX_HEADER_LEN]);
     }
     rejects_header(from_safetensors(&MAX_HEADER_LEN.to_le_bytes()), &[MAX_HEADER_LEN + 8, 8]);
+    let pointer = from_safetensors(b"version https://git-lfs.github.com/spec/v1\n").unwrap_err();
+    assert!(pointer.to_string().contains("`git lfs pull`"), "{pointer}");
 }
 
 #[test]
