@@ -114,7 +114,8 @@ impl Mpi {
         let processes = session.size();
         if processes != slots {
             return Err(mpi_error(format!(
-                "{processes} processes do not fill a mesh of {slots} slots"
+                "MPI has {processes} processes, but the mesh has {slots} slots: start the program with \
+                 mpirun -n {slots}"
             )));
         }
         let long = topology.axes_longer_than_one();
