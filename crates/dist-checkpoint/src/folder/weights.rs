@@ -206,6 +206,17 @@ impl StoredWeights {
             .map(Some)
     }
 
+    /// Reads all tensors, and compares them with their checksums, if they have some.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checksum`] or [`Error::NoChecksum`] for a damaged tensor, [`Error::Io`] if a file
+    /// cannot be read.
+    #[doc(hidden)]
+    pub fn verify(&self) -> Result<()> {
+        self.tensors.values().try_for_each(|tensor| tensor.items.verify(AllowedValues::Any))
+    }
+
     /// Returns a fingerprint of the weights that a model uses: the names of its parameters, and a
     /// sample of their items; all items if there are few. Further training changes nearly every
     /// item, so a sample suffices, but a few changed items may be missed.
