@@ -100,7 +100,8 @@ impl Lora {
     /// Creates adapters for the layers in `targets`, with the factor `alpha / rank`.
     ///
     /// Targets should be linear layers. An embedding's weight is a matrix too and can be adapted,
-    /// but PEFT expects its adapter under other names.
+    /// but PEFT expects its adapter under other names. If a head shares the weight, both layers must
+    /// run in [`unit`](Self::unit), because [`merged`](Self::merged) adds the adapter for both.
     ///
     /// # Errors
     ///
