@@ -11,7 +11,7 @@
 #![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
 #![allow(clippy::cast_possible_truncation, reason = "the numbers are small")]
 
-use std::{path::Path, sync::Arc};
+use std::{path::Path, process::ExitCode, sync::Arc};
 
 use candle_core::{Device, Tensor};
 use candle_distributed::{
@@ -40,7 +40,17 @@ const VOCABULARY: usize = 61;
 const HIDDEN: usize = 32;
 const BLOCKS: usize = 2;
 
-fn main() -> Result<()> {
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
     init_threads(2)?; // before anything starts a thread
     let mut args: Vec<String> = std::env::args().skip(1).collect();
     let is_sharded = args.last().is_some_and(|arg| arg == "--sharded");

@@ -6,6 +6,7 @@
 use std::{
     error::Error,
     path::{Path, PathBuf},
+    process::ExitCode,
 };
 
 use core_types::WorldSize;
@@ -15,7 +16,17 @@ use finetune::{
 };
 use pmap_mesh::{DeviceMesh, init_threads};
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<(), Box<dyn Error>> {
     init_threads(2)?; // before anything starts a thread
     let mut args = std::env::args_os().skip(1).map(PathBuf::from);
     let (Some(model), Some(data), Some(out)) = (args.next(), args.next(), args.next()) else {

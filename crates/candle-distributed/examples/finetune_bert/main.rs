@@ -12,6 +12,8 @@ mod task;
 #[cfg(test)]
 mod tests;
 
+use std::process::ExitCode;
+
 use candle_core::{DType, Tensor};
 use candle_distributed::{
     batch::{
@@ -33,7 +35,17 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 type Model = DistributedModel<BertClassifier, AdamW>;
 const STEPS: u64 = 400;
 
-fn main() -> Result<()> {
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
     init_threads(2)?; // before anything starts a thread
     let folder = std::env::args().nth(1).ok_or("usage: finetune_bert FOLDER")?;
     let mesh = DeviceMesh::cpu(2)?; // two virtual devices; `DeviceMesh::cuda(2)` for two GPUs
