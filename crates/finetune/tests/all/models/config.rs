@@ -64,6 +64,9 @@ fn windows_depend_on_the_architecture() {
     let missing = "sliding_window is missing, it must be given in this architecture, null for none";
     let [llama, qwen, mistral] = ["LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"];
     assert_eq!(window(llama, &[given(json!(8))]), Ok(None));
+    let types = |name| ("layer_types", json!([name, "full_attention"]));
+    assert_eq!(window(llama, &[given(json!(8)), types("full_attention")]), Ok(None));
+    assert_eq!(window(llama, &[given(json!(8)), types("sliding_attention")]), Ok(Some(8)));
     assert_eq!(window(qwen, &[given(json!(8))]), Ok(None));
     assert_eq!(window(qwen, &[given(json!(8)), used(false)]), Ok(None));
     assert_eq!(window(qwen, &[given(json!(8)), used(true)]), Ok(Some(8)));
@@ -100,12 +103,12 @@ fn unsupported_settings_are_rejected_by_name() {
         (
             "rope_scaling",
             json!({"type": "linear", "rope_type": "llama3", "factor": 2.0}),
-            "rope_scaling.rope_type and rope_scaling.type differ",
+            "rope_scaling.rope_type is another value than rope_scaling.type",
         ),
         (
             "rope_parameters",
             json!({"rope_type": "default", "rope_theta": 5e5}),
-            "rope_theta and rope_parameters.rope_theta differ",
+            "rope_theta is another value than rope_parameters.rope_theta",
         ),
         ("dtype", json!("float64"), "dtype is float64, it must be float32, bfloat16 or float16"),
         ("quantization_config", json!({"bits": 4}), "the weights are quantized"),
@@ -153,7 +156,7 @@ fn window_limits_only_used_positions() {
     let mut config = LlamaConfig::from_json(&text).unwrap();
     assert!(matches!(
         Llama::from_config(config.clone()),
-        Err(ModelError::Window { window: 32, context: 64 })
+        Err(ModelError::Field { field: "sliding_window", .. })
     ));
     config.max_position_embeddings = 32;
     Llama::from_config(config).unwrap();
