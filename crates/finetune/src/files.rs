@@ -18,6 +18,11 @@ pub(crate) const RUN_JSON: &str = "run.json";
 /// of runs are far smaller.
 const MAX_BYTES: u64 = 1 << 30;
 
+/// Returns true if an error says that a file or its folder does not exist.
+pub(crate) fn is_missing(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+}
+
 /// Reads a file, or returns `None` if it does not exist.
 ///
 /// # Errors
@@ -27,7 +32,7 @@ const MAX_BYTES: u64 = 1 << 30;
 pub fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
     match read(path) {
         Ok(bytes) => Ok(Some(bytes)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) if is_missing(&error) => Ok(None),
         Err(cause) => Err(Error::io(path, cause)),
     }
 }
@@ -40,7 +45,7 @@ pub fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
 pub(crate) fn open_if_there(path: &Path) -> Result<Option<File>> {
     match open(path) {
         Ok(file) => Ok(Some(file)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) if is_missing(&error) => Ok(None),
         Err(cause) => Err(Error::io(path, cause)),
     }
 }

@@ -4,11 +4,13 @@ use std::{
     collections::BTreeSet,
     ffi::{OsStr, OsString},
     fs, io,
+    ops::Range,
     path::{Path, PathBuf},
 };
 
+use candle_core::{DType, Device};
 use core_types::Fingerprint;
-use dist_checkpoint::StoredWeights;
+use dist_checkpoint::{StoredWeights, TensorInfo};
 use fsdp_plan::ParameterInfo;
 use serde_json::Value;
 
@@ -23,6 +25,9 @@ use crate::{
 /// The file with all weights, or the index of several files.
 pub(crate) const ONE_FILE: &str = "model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
+
+/// The file of the weights of adapters in their folder.
+pub(crate) const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 
 /// Extensions of unsupported weight files.
 const UNSUPPORTED_EXTENSIONS: [&str; 5] = ["bin", "pt", "pth", "gguf", "h5"];
@@ -164,6 +169,31 @@ impl Folder {
         .into())
     }
 
+    /// Checks that the weights have no other head than the embedding, if the model ties them.
+    ///
+    /// # Errors
+    ///
+    /// [`FolderError::TiedHead`], or [`FolderError::Weights`] if the tensors cannot be read.
+    pub(crate) fn check_tied_head(&self, weights: &StoredWeights) -> Result<()> {
+        /// Items that are compared at a time, 4 MiB of either tensor.
+        const BLOCK: usize = 1 << 20;
+        let config = self.llama.config();
+        let names = ["lm_head.weight", "model.embed_tokens.weight"];
+        if !config.tie_word_embeddings || !names.iter().all(|name| weights.contains(name)) {
+            return Ok(());
+        }
+        let shape = [config.vocab_size, config.hidden_size];
+        let n_items = config.vocab_size * config.hidden_size;
+        for first in (0..n_items).step_by(BLOCK) {
+            let range = first..n_items.min(first + BLOCK);
+            let [head, embedding] = names.map(|name| bits(weights, name, shape, range.clone()));
+            if head? != embedding? {
+                return Err(FolderError::TiedHead { path: self.path.clone() }.into());
+            }
+        }
+        Ok(())
+    }
+
     /// Returns a fingerprint of the weight files in hexadecimal digits. It combines the
     /// fingerprints of the files.
     ///
@@ -215,6 +245,21 @@ fn read_config(folder: &Path) -> Result<(String, Llama), FolderError> {
     Ok((config, llama))
 }
 
+/// Returns the bits of items of a matrix in single precision. Bits are compared, because NaN is not
+/// equal to itself.
+fn bits(
+    weights: &StoredWeights,
+    name: &str,
+    shape: [usize; 2],
+    range: Range<usize>,
+) -> Result<Vec<u32>> {
+    let info = TensorInfo { name: name.into(), shape: shape.into(), dtype: DType::F32 };
+    let items = weights.items(&info, range, &Device::Cpu);
+    let items = items.map_err(|error| FolderError::from(Box::new(error)))?;
+    let items = items.map_or(Ok(Vec::new()), |items| items.to_vec1::<f32>())?;
+    Ok(items.into_iter().map(f32::to_bits).collect())
+}
+
 fn parse(file: &Path, config: &str) -> Result<Llama, FolderError> {
     LlamaConfig::from_json(config)
         .and_then(Llama::from_config)
@@ -239,4 +284,20 @@ fn unsupported_weights(path: &Path) -> Result<Option<String>> {
 fn is_unsupported(name: &OsStr) -> bool {
     let extension = Path::new(name).extension().and_then(OsStr::to_str);
     extension.is_some_and(|extension| UNSUPPORTED_EXTENSIONS.contains(&extension))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::golden;
+
+    #[test]
+    fn other_heads_than_the_tied_embedding_are_rejected() {
+        let copy = golden::changed("llama", CONFIG, |config| {
+            config["tie_word_embeddings"] = true.into();
+        });
+        let folder = Folder::open(copy.path()).unwrap();
+        let error = folder.check_tied_head(&folder.weights().unwrap()).unwrap_err();
+        assert!(matches!(error, Error::Folder(FolderError::TiedHead { .. })), "{error}");
+    }
 }

@@ -72,6 +72,16 @@ pub enum FolderError {
         /// The error, which names the tensor.
         cause: dist_checkpoint::ParameterError,
     },
+    /// The model ignores the head of the weights, and has the embedding in its place.
+    #[error(
+        "{}: tie_word_embeddings is true, but lm_head.weight is another matrix than \
+         model.embed_tokens.weight",
+        Printable(path.display())
+    )]
+    TiedHead {
+        /// The folder.
+        path: PathBuf,
+    },
     /// The adapters cannot be read.
     #[error("{}: {cause}", Printable(path.display()))]
     Adapters {

@@ -10,24 +10,13 @@ use crate::error::Error;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunError {
-    /// The format version of the description is not supported.
-    #[error(
-        "{} has format_version {found}, and this program reads {supported}",
-        Printable(path.display())
-    )]
-    Version {
+    /// The description is damaged, or has another format version.
+    #[error("{} {reason}", Printable(path.display()))]
+    Description {
         /// The file.
         path: PathBuf,
-        /// Its version.
-        found: u32,
-        /// The version that can be read.
-        supported: u32,
-    },
-    /// The description has changed since it was written.
-    #[error("{} is damaged: it has changed since the run wrote it", Printable(path.display()))]
-    Damaged {
-        /// The file.
-        path: PathBuf,
+        /// The fault.
+        reason: String,
     },
     /// A folder does not hold the model that the run started with.
     #[error("{} is not the model that the run started with", Printable(path.display()))]
@@ -111,12 +100,6 @@ pub enum RunError {
     Base {
         /// The error of the base model's folder.
         cause: Box<Error>,
-    },
-    /// The path of a model's folder is a file.
-    #[error("{} is not a folder", Printable(path.display()))]
-    NotAFolder {
-        /// The file.
-        path: PathBuf,
     },
     /// The folder of a new run holds a run.
     #[error("{} already holds a run or a model", Printable(path.display()))]

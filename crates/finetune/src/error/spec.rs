@@ -1,8 +1,7 @@
 //! Errors of the options and the description of a run.
 
-use std::{fmt::Display, path::PathBuf};
+use std::fmt::Display;
 
-use core_types::human::Printable;
 use pmap_mesh::one_line;
 
 use crate::models::ModelError;
@@ -29,25 +28,9 @@ pub enum SpecError {
         /// Value that the run started with, if any; empty for the switch `merge`.
         started: Option<String>,
     },
-    /// A path is not UTF-8, and `run.json` cannot record it.
-    #[error("{name} is not UTF-8, and run.json cannot record it: {}", Printable(path.display()))]
-    NotUtf8 {
-        /// Option.
-        name: &'static str,
-        /// The path.
-        path: PathBuf,
-    },
     /// A model folder is given without training texts.
     #[error("a model folder needs training texts")]
     NoData,
-    /// The heads of attention do not divide the width of the model.
-    #[error("a width of {hidden} does not split evenly over {n_heads} heads")]
-    UnevenHeads {
-        /// Width of the residual stream.
-        hidden: usize,
-        /// Number of heads.
-        n_heads: usize,
-    },
     /// The `config.json` does not describe a supported model.
     #[error(transparent)]
     Model(ModelError),

@@ -22,16 +22,13 @@ pub enum TokenizerError {
         /// The message of the library.
         reason: String,
     },
-    /// The tokenizer has dropout, so its tokens are random.
-    #[error(
-        "{}: dropout is {dropout}, must be null: with dropout, tokens are random",
-        Printable(path.display())
-    )]
-    Dropout {
+    /// A setting of the tokenizer is not supported.
+    #[error("{}: {reason}", Printable(path.display()))]
+    Unsupported {
         /// The file.
         path: PathBuf,
-        /// The probability that a merge is skipped.
-        dropout: f32,
+        /// The setting, its value, and the supported value.
+        reason: String,
     },
     /// A token of the tokenizer is not in the vocabulary of the model.
     #[error(
@@ -49,27 +46,13 @@ pub enum TokenizerError {
         /// The number of tokens of the model.
         vocab_size: usize,
     },
-    /// No token ends a text.
-    #[error("no token of {} ends a text", Printable(path.display()))]
+    /// No token ends a text, or the token that does is unknown.
+    #[error("{}: {}", Printable(path.display()), Printable(reason))]
     NoEnd {
         /// The folder.
         path: PathBuf,
-    },
-    /// The token that ends a text is unknown.
-    #[error("{}: eos_token {token:?} is not in tokenizer.json", Printable(path.display()))]
-    UnknownEnd {
-        /// The folder.
-        path: PathBuf,
-        /// The token.
-        token: String,
-    },
-    /// The number of the token that ends a text is unknown.
-    #[error("{}: eos_token_id {id} is not in tokenizer.json", Printable(path.display()))]
-    UnknownEndId {
-        /// The folder.
-        path: PathBuf,
-        /// The number.
-        id: u32,
+        /// The token or its number, if the folder names one.
+        reason: String,
     },
     /// The tokens are bytes, without a token that ends a text.
     #[error(
@@ -85,23 +68,6 @@ pub enum TokenizerError {
     NoChatTemplate {
         /// The folder.
         path: PathBuf,
-    },
-    /// There are several chat templates without a default.
-    #[error(
-        "{}: it has several chat templates, but none named \"default\"",
-        Printable(path.display())
-    )]
-    NoDefaultTemplate {
-        /// The file.
-        path: PathBuf,
-    },
-    /// The chat template is not valid Jinja.
-    #[error("{}: the chat template fails: {}", Printable(path.display()), Printable(reason))]
-    Template {
-        /// The file.
-        path: PathBuf,
-        /// The error of the compiler.
-        reason: String,
     },
     /// The chat template rejects a conversation, does not end, or writes too much.
     #[error("{}: the chat template fails: {}", Printable(path.display()), Printable(reason))]

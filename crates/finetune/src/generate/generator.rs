@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::{
     error::{Result, folder::FolderError},
     files::CONFIG,
-    folder::{Folder, check_files_beside},
+    folder::{ADAPTER_WEIGHTS, Folder, check_files_beside},
     generate::{choose::Chooser, options::Generation, prompt::Prompt, weights},
     models::{
         Llama, Tokens,
@@ -20,8 +20,6 @@ use crate::{
 
 /// The file of PEFT that describes adapters in their folder.
 const ADAPTER_CONFIG: &str = "adapter_config.json";
-/// The file of their weights.
-const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 
 /// A model with its weights and its tokenizer, to generate text on the CPU in single precision.
 ///
@@ -105,7 +103,9 @@ impl Generator {
             let adapter_weights = StoredWeights::open(path.join(ADAPTER_WEIGHTS))
                 .map_err(|cause| FolderError::from(Box::new(cause)))?;
             check_files_beside(path, &adapter_weights)?;
-            with_lora = with_lora.with_lora(lora);
+            with_lora = with_lora
+                .with_lora(lora)
+                .map_err(|cause| FolderError::AdapterMismatch { cause: cause.into() })?;
         }
         let vb = weights::load(&folder, &with_lora)?;
         let decoder = Decoder::new(llama.config(), &vb)?;

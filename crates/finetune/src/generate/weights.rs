@@ -33,6 +33,7 @@ pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<VarBuilder<'static>
         infos.push(TensorInfo { name, shape, dtype: DType::F32 });
     }
     let weights = folder.weights()?;
+    folder.check_tied_head(&weights)?;
     let to_folder_error = |error| weights_error(folder, error);
     let adapter_names = patterns(&Lora::PATTERNS);
     let unexpected_names = patterns(&llama.unexpected_weights());

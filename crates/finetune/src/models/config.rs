@@ -98,7 +98,14 @@ impl LlamaConfig {
     fn check_window(&self) -> Result<(), ModelError> {
         let context = self.max_position_embeddings;
         match self.sliding_window {
-            Some(window) if window < context => Err(ModelError::Window { window, context }),
+            Some(window) if window < context => {
+                let expected = format!(
+                    "at least max_position_embeddings {context}: attention within a window is not \
+                     supported. Sequences of at most {window} tokens do not need it: lower \
+                     max_position_embeddings to {window}"
+                );
+                Err(field_error("sliding_window", &window, expected))
+            }
             _ => Ok(()),
         }
     }

@@ -19,30 +19,21 @@ pub enum ModelError {
         /// Its range, in words.
         expected: String,
     },
-    /// Two fields contradict each other, since the file has the layouts of both transformers 4 and 5.
-    #[error("{first} and {second} differ, but mean the same: leave one of them out")]
-    Differ {
-        /// A field of `config.json`.
-        first: &'static str,
-        /// The other field.
-        second: &'static str,
-    },
-    /// The weights are quantized.
+    /// A layer cannot have an adapter.
     #[error(
-        "the weights are quantized (quantization_config), which is not supported: take the model's folder with weights in f32, f16 or bf16"
+        "{layer} cannot have an adapter: {}",
+        if *is_tied {
+            "the embedding and the head share its weight (tie_word_embeddings), and the merged adapter \
+             would change both"
+        } else {
+            "it is an embedding, not a linear layer"
+        }
     )]
-    Quantized,
-    /// Sequences may be longer than the attention window.
-    #[error(
-        "sliding_window is {window}, less than max_position_embeddings {context}: attention within a \
-         window is not supported. Sequences of at most {window} tokens do not need it: lower \
-         max_position_embeddings to {window}"
-    )]
-    Window {
-        /// Number of positions that a token attends to.
-        window: usize,
-        /// Maximum length of a sequence.
-        context: usize,
+    Adapter {
+        /// Name of the layer.
+        layer: &'static str,
+        /// Whether the embedding and the head share a weight.
+        is_tied: bool,
     },
     /// A sequence has more tokens than the model has positions.
     #[error(
@@ -70,4 +61,11 @@ pub(super) fn field_error(
     expected: String,
 ) -> ModelError {
     ModelError::Field { field, value: value.to_string(), expected }
+}
+
+/// Returns an error for two fields that differ, but mean the same: a file may have the layouts of both
+/// transformers 4 and 5.
+pub(super) fn difference(field: &'static str, other: &'static str) -> ModelError {
+    let expected = "the same, since both have the same meaning: leave one of them out".into();
+    field_error(field, &format_args!("another value than {other}"), expected)
 }

@@ -55,8 +55,8 @@ impl Llama {
     ///
     /// # Errors
     ///
-    /// [`ModelError::Field`] if a size is out of range, [`ModelError::Window`] if a sequence may be
-    /// longer than the attention window.
+    /// [`ModelError::Field`] if a size is out of range, or if a sequence may be longer than the
+    /// attention window.
     pub fn from_config(config: LlamaConfig) -> std::result::Result<Self, ModelError> {
         config.check()?;
         Ok(Self { config, lora: None })
@@ -64,11 +64,20 @@ impl Llama {
 
     /// Adds adapters to the layers that they name (`q_proj`, `gate_proj`, …):
     /// [`declare`](Self::declare) requests their variables too, and [`logits`](Self::logits) and
-    /// [`loss`](Self::loss) apply them. Adapters of the embedding are not supported, since PEFT stores
-    /// them in another format.
-    #[must_use]
-    pub fn with_lora(self, lora: Lora) -> Self {
-        Self { lora: Some(lora), ..self }
+    /// [`loss`](Self::loss) apply them.
+    ///
+    /// # Errors
+    ///
+    /// [`ModelError::Adapter`] for the embedding, and for a head that is tied to it: a merged adapter
+    /// would change both, while training would apply it to the head only.
+    pub fn with_lora(self, lora: Lora) -> std::result::Result<Self, ModelError> {
+        let is_tied = self.config.tie_word_embeddings;
+        for layer in [EMBEDDING, HEAD].into_iter().take(if is_tied { 2 } else { 1 }) {
+            if lora.targets().iter().any(|target| names_layer(target, layer)) {
+                return Err(ModelError::Adapter { layer, is_tied });
+            }
+        }
+        Ok(Self { lora: Some(lora), ..self })
     }
 
     /// Returns the adapters, if any.
@@ -249,6 +258,11 @@ impl Llama {
     fn head_logits(&self, vb: &VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
         self.head(vb)?.forward(&self.norm(vb)?.forward(x)?)
     }
+}
+
+/// Returns true if an adapter's target is the name of a layer, or its last components.
+fn names_layer(target: &str, layer: &str) -> bool {
+    layer.strip_suffix(target).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
 pub(super) fn block_name(layer: usize) -> String {

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::models::{
     config::LlamaConfig,
-    error::{ModelError, field_error},
+    error::{ModelError, difference, field_error},
     scaling::RopeScaling,
 };
 
@@ -44,13 +44,14 @@ struct Fields {
     sliding_window: Window,
     #[serde(default)]
     use_sliding_window: bool,
+    layer_types: Option<Vec<String>>,
     torch_dtype: Option<String>,
     dtype: Option<String>,
 }
 
 /// The attention window. A missing field and `null` have different meanings.
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "sliding_window must be a number of tokens, or null")]
 enum Window {
     #[default]
     #[serde(skip)]
@@ -106,8 +107,8 @@ impl LlamaConfig {
     ///
     /// # Errors
     ///
-    /// [`ModelError::Json`] if it cannot be read; [`ModelError::Field`], [`ModelError::Differ`] and
-    /// [`ModelError::Quantized`] for an unsupported architecture, activation, bias or scaling.
+    /// [`ModelError::Json`] if it cannot be read; [`ModelError::Field`] for an unsupported architecture,
+    /// activation, bias, scaling or quantization.
     /// [`Llama::from_config`](crate::models::Llama::from_config) checks the sizes.
     ///
     /// # Examples
@@ -130,7 +131,9 @@ impl LlamaConfig {
         let architecture_fields: ArchitectureFields = serde_json::from_str(json)?;
         let architecture = architecture(&architecture_fields.architectures)?;
         if architecture_fields.quantization_config.is_some_and(|config| !config.is_null()) {
-            return Err(ModelError::Quantized);
+            let expected = "missing: the weights are quantized, which is not supported. Take the \
+                            model's folder with weights in f32, f16 or bf16";
+            return Err(field_error("quantization_config", &"given", expected.into()));
         }
         let fields: Fields = serde_json::from_str(json)?;
         check_supported(&fields, architecture)?;
@@ -212,8 +215,10 @@ fn sliding_window(
     fields: &Fields,
     architecture: Architecture,
 ) -> Result<Option<usize>, ModelError> {
+    let layer_types = fields.layer_types.iter().flatten();
+    let has_window_layers = layer_types.into_iter().any(|name| name != "full_attention");
     match (architecture, fields.sliding_window) {
-        (Architecture::Llama, _) => Ok(None),
+        (Architecture::Llama, _) if !has_window_layers => Ok(None),
         (Architecture::Qwen2, _) if !fields.use_sliding_window => Ok(None),
         (_, Window::Given(window)) => Ok(window),
         (_, Window::Missing) => {
@@ -240,7 +245,7 @@ fn head_dim(fields: &Fields) -> Result<usize, ModelError> {
 fn rope(fields: &Fields) -> Result<Option<&RopeFields>, ModelError> {
     match (&fields.rope_scaling, &fields.rope_parameters) {
         (Some(scaling), Some(parameters)) if scaling != parameters => {
-            Err(ModelError::Differ { first: "rope_scaling", second: "rope_parameters" })
+            Err(difference("rope_scaling", "rope_parameters"))
         }
         (first, second) => Ok(second.as_ref().or(first.as_ref())),
     }
@@ -249,7 +254,7 @@ fn rope(fields: &Fields) -> Result<Option<&RopeFields>, ModelError> {
 fn rope_theta(fields: &Fields, rope: Option<&RopeFields>) -> Result<f64, ModelError> {
     match (fields.rope_theta, rope.and_then(|rope| rope.rope_theta)) {
         (Some(outer), Some(inner)) if outer.to_bits() != inner.to_bits() => {
-            Err(ModelError::Differ { first: "rope_theta", second: "rope_parameters.rope_theta" })
+            Err(difference("rope_theta", "rope_parameters.rope_theta"))
         }
         (outer, inner) => Ok(inner.or(outer).unwrap_or(ROPE_THETA)),
     }
@@ -259,10 +264,7 @@ fn scaling(rope: &RopeFields) -> Result<RopeScaling, ModelError> {
     if let (Some(new), Some(old)) = (&rope.rope_type, &rope.old_type)
         && new != old
     {
-        return Err(ModelError::Differ {
-            first: "rope_scaling.rope_type",
-            second: "rope_scaling.type",
-        });
+        return Err(difference("rope_scaling.rope_type", "rope_scaling.type"));
     }
     let read_factor = || required("rope_scaling.factor", rope.factor);
     match rope.rope_type.as_ref().or(rope.old_type.as_ref()).map_or("default", String::as_str) {
@@ -289,7 +291,7 @@ fn required<T>(field: &'static str, value: Option<T>) -> Result<T, ModelError> {
 fn dtype(fields: &Fields) -> Result<DType, ModelError> {
     let name = match (&fields.torch_dtype, &fields.dtype) {
         (Some(old), Some(new)) if old != new => {
-            return Err(ModelError::Differ { first: "torch_dtype", second: "dtype" });
+            return Err(difference("torch_dtype", "dtype"));
         }
         (old, new) => new.as_ref().or(old.as_ref()),
     };

@@ -18,7 +18,7 @@ use serde::Serialize;
 use crate::{
     cost::traffic::StepTraffic,
     error::{Error, Result, run::RunError},
-    files,
+    files::{self, is_missing},
     folder::{INDEX, ONE_FILE},
     run::{
         damage, model_files,
@@ -197,18 +197,12 @@ fn checkpoint_times(folder: &Path) -> Result<BTreeMap<OsString, Option<SystemTim
     Ok(saved)
 }
 
-/// Returns true if an error says that a file or its folder does not exist.
-fn is_missing(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
-}
-
 /// Returns true if the run in `path` is complete: it has metrics up to its last step, and the model
 /// that it wrote. Warns about another model.
 ///
 /// # Errors
 ///
-/// [`Error::Io`] if the folder cannot be read, [`RunError::NotAFolder`] if a file takes the place of
-/// the model.
+/// [`Error::Io`] if the folder cannot be read, or if a file takes the place of the model.
 pub fn is_complete(path: &Path, spec: &Spec) -> Result<bool> {
     let model = product_of(path, spec);
     if length_and_time(&model)?.is_none() {
@@ -226,7 +220,7 @@ fn completion_fault(path: &Path, spec: &Spec) -> Result<Option<String>> {
     let model = product_of(path, spec);
     if !model.is_dir() {
         // The model of the run cannot replace this file.
-        return Err(RunError::NotAFolder { path: model }.into());
+        return Err(Error::io(model, io::Error::other("it is not a folder")));
     }
     let done = metrics(path)?.done();
     let steps = spec.steps;
@@ -242,6 +236,20 @@ fn completion_fault(path: &Path, spec: &Spec) -> Result<Option<String>> {
         Err(error) if is_missing(&error) => Ok(Some("it is gone".into())),
         Err(cause) => Err(Error::io(model, cause)),
     }
+}
+
+/// Checks the folders of a complete run that [`is_complete`] does not compare: the best model, and the
+/// adapters beside a merged model. Resuming the run would not write them again.
+///
+/// # Errors
+///
+/// The errors of damaged weights.
+pub(crate) fn check_other_products(path: &Path) -> Result<()> {
+    let written = [best_in(path), adapter_in(path)].into_iter().filter(|folder| folder.exists());
+    for folder in written {
+        model_files::verify(&folder)?;
+    }
+    Ok(())
 }
 
 /// Makes the first folder of [`numbered`] that does not exist, and returns its number.

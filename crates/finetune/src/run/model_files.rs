@@ -3,6 +3,12 @@
 use std::{fs, io, path::Path};
 
 use core_types::Fingerprint;
+use dist_checkpoint::StoredWeights;
+
+use crate::{
+    error::folder::FolderError,
+    folder::{ADAPTER_WEIGHTS, check_files_beside},
+};
 
 /// Returns the names of the files in the folder of a model.
 pub(super) fn names(path: &Path) -> io::Result<Vec<String>> {
@@ -17,6 +23,15 @@ pub(super) fn names(path: &Path) -> io::Result<Vec<String>> {
     }
     names.sort();
     Ok(names)
+}
+
+/// Checks the weights of a model or of adapters, and the files that the run wrote beside them.
+pub(super) fn verify(folder: &Path) -> Result<(), FolderError> {
+    let adapters = folder.join(ADAPTER_WEIGHTS);
+    let path = if adapters.exists() { &adapters } else { folder };
+    let weights = StoredWeights::open(path).map_err(Box::new)?;
+    check_files_beside(folder, &weights)?;
+    Ok(weights.verify().map_err(Box::new)?)
 }
 
 /// Returns the fingerprint of these files of a folder.

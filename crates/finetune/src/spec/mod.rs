@@ -104,7 +104,7 @@ impl Spec {
     ///
     /// # Errors
     ///
-    /// [`RunError::Version`] for another format version, [`RunError::Damaged`] if the file has changed.
+    /// [`RunError::Description`] if the file has another format version, or has changed.
     pub fn read(path: &Path) -> Result<Option<Self>> {
         let path = path.join(FILE);
         let Some(text) = files::read_if_there(&path)? else { return Ok(None) };
@@ -121,12 +121,15 @@ impl Spec {
     fn check(&self, path: PathBuf, text: &[u8]) -> Result<()> {
         if self.format_version != FORMAT_VERSION {
             let found = self.format_version;
-            return Err(RunError::Version { path, found, supported: FORMAT_VERSION }.into());
+            let reason =
+                format!("has format_version {found}, and this program reads {FORMAT_VERSION}");
+            return Err(RunError::Description { path, reason }.into());
         }
         let is_changed = footer::check(&path, text).is_err() || self.identity != self.identity();
         let has_weights = self.finetune.has_valid_mixture(self.data.len());
         if is_changed || self.sessions.is_empty() || !has_weights {
-            return Err(RunError::Damaged { path }.into());
+            let reason = "is damaged: it has changed since the run wrote it".into();
+            return Err(RunError::Description { path, reason }.into());
         }
         self.recipe.check(self.steps)?;
         self.check_adapters()
@@ -193,9 +196,10 @@ impl Spec {
     pub(crate) fn trained_model(&self) -> Result<Model> {
         let llama = self.finetune.llama()?;
         let Some(lora) = self.recipe.adapters(&ADAPTED)? else { return Ok(Model(llama)) };
-        let model = Model(llama.clone().with_lora(lora.clone()));
+        let adapted = |lora| llama.clone().with_lora(lora).map(Model).map_err(SpecError::Model);
+        let model = adapted(lora.clone())?;
         Ok(match self.base_dtype(&model)? {
-            Some(dtype) => Model(llama.with_lora(lora.with_base_dtype(dtype))),
+            Some(dtype) => adapted(lora.with_base_dtype(dtype))?,
             None => model,
         })
     }
@@ -402,7 +406,7 @@ mod paths {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
     #[derive(Deserialize)]
-    #[serde(untagged)]
+    #[serde(untagged, expecting = "data must be a path, or a list of paths")]
     enum Paths {
         One(PathBuf),
         Several(Vec<PathBuf>),
@@ -613,7 +617,7 @@ pub(crate) mod tests {
             (2, vec![phase(0, &[7, 3]), phase(0, &[1, 1])]),
         ] {
             let error = read(n_texts, mixture).unwrap_err();
-            assert!(matches!(error, Error::Run(RunError::Damaged { .. })), "{error}");
+            assert!(matches!(error, Error::Run(RunError::Description { .. })), "{error}");
         }
     }
 

@@ -117,15 +117,16 @@ impl ChatTemplate {
     ///
     /// # Errors
     ///
-    /// [`TokenizerError::Template`] if it is longer than 64 KiB.
+    /// [`TokenizerError::Broken`] if it is longer than 64 KiB.
     pub(crate) fn new(
         path: PathBuf,
         source: String,
         special: BTreeMap<&'static str, String>,
     ) -> Result<Self> {
         if source.len() > MAX_SOURCE_BYTES {
-            let reason = format!("it is longer than {MAX_SOURCE_BYTES} bytes");
-            return Err(TokenizerError::Template { path, reason }.into());
+            let reason =
+                format!("the chat template fails: it is longer than {MAX_SOURCE_BYTES} bytes");
+            return Err(TokenizerError::Broken { path, reason }.into());
         }
         Ok(Self { source, compiled: OnceLock::new(), special, path })
     }
@@ -135,8 +136,8 @@ impl ChatTemplate {
     ///
     /// # Errors
     ///
-    /// [`TokenizerError::Template`] if the template is not valid Jinja, [`TokenizerError::Rendering`]
-    /// if it fails, does not end, or writes too much.
+    /// [`TokenizerError::Broken`] if the template is not valid Jinja, [`TokenizerError::Rendering`] if it
+    /// fails, does not end, or writes too much.
     pub(crate) fn render(
         &self,
         messages: &[Message],
@@ -162,9 +163,9 @@ impl ChatTemplate {
                 Err(fault) => Err(error_message(&fault)),
             }
         });
-        compiled.as_ref().map_err(|reason| TokenizerError::Template {
+        compiled.as_ref().map_err(|reason| TokenizerError::Broken {
             path: self.path.clone(),
-            reason: reason.clone(),
+            reason: format!("the chat template fails: {reason}"),
         })
     }
 
@@ -621,7 +622,7 @@ mod tests {
         uses.push("{% for v in [x, y] %}{{ loop.changed(v) }}{% endfor %}".into());
         uses.push("{% for v in [x, y] %}{{ loop.changed(v, 1) }}{% endfor %}".into());
         let turns = messages(&[("user", "1")]);
-        for value in ["[x, x]", "{1: x, 2: x}", "x + x"] {
+        for value in ["[x, {1: x}]", "x + x"] {
             let doubling =
                 format!("{{% set x = {value} %}}").repeat(if value == "x + x" { 19 } else { 40 });
             let both = doubling.clone() + &doubling.replace('x', "y");

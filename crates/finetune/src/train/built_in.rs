@@ -46,7 +46,7 @@ fn check_heads(built_in: &LlamaConfig, options: &RunOptions) -> Result<()> {
     if n_heads > 0 && hidden.is_multiple_of(n_heads) {
         return Ok(());
     }
-    Err(SpecError::UnevenHeads { hidden, n_heads }.into())
+    Err(SpecError::setting("n_heads", &n_heads, format!("a divisor of hidden {hidden}")).into())
 }
 
 #[cfg(test)]

@@ -26,9 +26,11 @@ impl RunOptions {
     fn folder_inputs(&self, model: &Path) -> Result<(Folder, RunInputs)> {
         let path = model_folder(model)?;
         let folder = Folder::open(&path)?;
-        let weights = match self.init {
-            Some(_) => None,
-            None => Some(folder.weights_fingerprint()?),
+        let weights = if self.init.is_some() {
+            None
+        } else {
+            folder.check_tied_head(&folder.weights()?)?;
+            Some(folder.weights_fingerprint()?)
         };
         let inputs = RunInputs {
             folder: Some(path),

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use core_types::human::Printable;
+
 use crate::{
     cost::sharding::Sharding,
     data::dataset::Rows,
@@ -90,7 +92,8 @@ pub struct RunOptions {
     )]
     pub batch_size: Option<u64>,
     /// Number of micro-batches of a step, which are trained in turn and need less memory: the next
-    /// texts are cut into batches of about equal work [default: 1]
+    /// texts are cut into batches of about equal work [default: a step is one batch, planned in another
+    /// way, so that it has other texts than with --accumulate 1]
     #[cfg_attr(
         feature = "clap",
         arg(long, value_name = "N", help_heading = "Model folder and texts")
@@ -184,7 +187,8 @@ impl RunOptions {
         let texts = self.data.iter().map(|source| ("data", &source.path));
         for (name, path) in self.model.iter().map(|path| ("model", path)).chain(texts) {
             if path.to_str().is_none() {
-                return Err(SpecError::NotUtf8 { name, path: path.clone() }.into());
+                let expected = "UTF-8, since run.json records it".into();
+                return Err(SpecError::setting(name, &Printable(path.display()), expected).into());
             }
         }
         Ok(self.data.iter().try_for_each(TextSource::check)?)

@@ -24,7 +24,10 @@ use crate::{
     error::{Result, run::RunError, spec::SpecError},
     folder::Folder,
     run::{
-        folder::{RunSnapshot, check_empty, checkpoints, contents, is_complete, remove_leftovers},
+        folder::{
+            RunSnapshot, check_empty, check_other_products, checkpoints, contents, is_complete,
+            remove_leftovers,
+        },
         resumed::ResumePoint,
         validation_set::ValidationSet,
     },
@@ -96,6 +99,7 @@ impl RunOptions {
             self.check_resumed(known)?;
             // Before the texts are read: a complete run needs none.
             if is_complete(path, known)? {
+                check_other_products(path)?;
                 remove_leftovers(path, known);
                 return Ok(Start::Complete(path.into()));
             }

@@ -378,17 +378,24 @@ impl Trainer {
         self.folder.as_mut().map_or(Ok(()), RunFolder::end_session)
     }
 
-    /// Adds the step to an error about numbers that are not finite.
-    fn located(&mut self, error: Error) -> Result<Error> {
+    /// Adds the step to an error about numbers that are not finite. An error of the run's folder is
+    /// logged, since it must not hide the cause.
+    fn located(&mut self, error: Error) -> Error {
         let Some(StepPosition { epoch, learning_rate, ref state }) = self.step else {
-            return Ok(error);
+            return error;
         };
         let batch = state.step;
         let cause = match error {
             Error::Train(cause) if is_not_finite(&cause) => cause,
-            error => return Ok(error),
+            error => return error,
         };
-        self.end_session()?;
+        if let Err(error) = self.end_session() {
+            tracing::warn!("the end of the session is not recorded: {error}");
+        }
+        let checkpoints = self.checkpoints.steps().unwrap_or_else(|error| {
+            tracing::warn!("the last checkpoint is unknown: {error}");
+            Vec::new()
+        });
         let is_counted = !matches!(self.phase, Phase::Validation);
         let diverged = RunError::Diverged {
             step: if is_counted { self.done } else { self.done + 1 },
@@ -396,10 +403,10 @@ impl Trainer {
             batch,
             epoch,
             learning_rate,
-            checkpoint: self.checkpoints.steps()?.last().copied(),
+            checkpoint: checkpoints.last().copied(),
             cause,
         };
-        Ok(diverged.into())
+        diverged.into()
     }
 }
 
@@ -414,7 +421,7 @@ impl Iterator for Trainer {
                 Err(error) => {
                     let located = self.located(error);
                     self.phase = Phase::Ended;
-                    return Some(Err(located.unwrap_or_else(|error| error)));
+                    return Some(Err(located));
                 }
             }
         }
@@ -468,6 +475,7 @@ mod tests {
 
     use super::*;
     use crate::{
+        error::folder::FolderError,
         run::folder::metrics,
         spec::{MixtureWeights, Spec},
         text::source::TextSource,
@@ -542,6 +550,20 @@ mod tests {
         let start = again.prepare(WorldSize::new(3).unwrap()).unwrap();
         assert!(!partial.exists());
         assert!(matches!(start, Start::Complete(path) if path == home.path().join("run")));
+    }
+
+    #[test]
+    fn damage_to_the_best_model_of_a_complete_run_is_found() {
+        let home = tempfile::tempdir().unwrap();
+        let options = RunOptions { steps: Some(2), validation: Some(0.5), ..options(home.path()) };
+        events(trainer(&RunOptions { validate_every: Some(1), ..options.clone() }));
+        let best = home.path().join("run/best/model.safetensors");
+        let mut bytes = fs::read(&best).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        fs::write(&best, bytes).unwrap();
+        let again = RunOptions { resume: true, ..options };
+        let error = again.prepare(WorldSize::new(2).unwrap()).unwrap_err();
+        assert!(matches!(error, Error::Folder(FolderError::Weights(_))), "{error}");
     }
 
     #[test]
