@@ -30,12 +30,13 @@ pub(crate) struct Error {
     pub(crate) advice: Option<Cow<'static, str>>,
 }
 
+/// The cause of an error, in its own words.
+type Cause = Box<dyn std::error::Error + Send + Sync>;
+
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ErrorKind {
     #[error(transparent)]
     Types(#[from] types::Error),
-    #[error(transparent)]
-    Launch(#[from] types::LaunchError),
     #[error(transparent)]
     Sampler(#[from] sampler::Error),
     #[error(transparent)]
@@ -55,15 +56,11 @@ pub(crate) enum ErrorKind {
     /// A process started by `launch` failed.
     #[error("rank {rank} {how}")]
     Rank { rank: usize, how: String, code: u8 },
-    /// `launch` failed to start or watch processes.
-    #[error("cannot run the processes")]
-    Launcher(#[source] io::Error),
-    #[error("cannot read {path}", path = Printable(path.display()))]
-    Read { path: PathBuf, source: io::Error },
+    /// A file cannot be read, or does not hold what it should.
+    #[error("{message}")]
+    Read { message: String, source: Cause },
     #[error("{path} does not describe a model", path = Printable(path.display()))]
     Model { path: PathBuf, source: plan::Error },
-    #[error("{path} does not hold {what}", path = Printable(path.display()))]
-    Json { path: PathBuf, what: &'static str, source: serde_json::Error },
     /// The user or a scheduler asked the program to stop.
     #[error("stopped after {done} of {steps} steps")]
     Stopped { done: u64, steps: u64 },
@@ -82,12 +79,9 @@ pub(crate) enum ErrorKind {
         HumanBytes(limit.share().into())
     )]
     Memory { needed: u64, limit: MemoryLimit },
-    #[error("cannot write {path}", path = Printable(path.display()))]
-    Write { path: PathBuf, source: io::Error },
-    #[error("cannot write to standard output")]
-    Output(#[from] io::Error),
-    #[error("cannot draw the chart")]
-    Chart(#[from] DrawingAreaErrorKind<io::Error>),
+    /// The system refuses to write, or to start processes.
+    #[error("{message}")]
+    System { message: String, source: Cause },
     #[error("the computation failed: {}", mesh::one_line(.0))]
     Tensor(#[from] candle_core::Error),
 }
@@ -118,12 +112,14 @@ impl Error {
 
     /// Returns an error for an unreadable file or folder.
     pub(crate) fn read(path: impl AsRef<Path>, source: io::Error) -> Self {
-        ErrorKind::Read { path: path.as_ref().into(), source }.into()
+        let message = format!("cannot read {}", Printable(path.as_ref().display()));
+        ErrorKind::Read { message, source: source.into() }.into()
     }
 
     /// Returns an error for a file or folder that cannot be written.
     pub(crate) fn write(path: impl AsRef<Path>, source: io::Error) -> Self {
-        ErrorKind::Write { path: path.as_ref().into(), source }.into()
+        let message = format!("cannot write {}", Printable(path.as_ref().display()));
+        ErrorKind::System { message, source: source.into() }.into()
     }
 
     /// Returns an error for a JSON file that does not hold `what`.
@@ -132,7 +128,8 @@ impl Error {
         what: &'static str,
         source: serde_json::Error,
     ) -> Self {
-        ErrorKind::Json { path: path.as_ref().into(), what, source }.into()
+        let message = format!("{} does not hold {what}", Printable(path.as_ref().display()));
+        ErrorKind::Read { message, source: source.into() }.into()
     }
 
     /// Adds the path of the model to an error of the planner. Other errors stay the same.
@@ -167,16 +164,12 @@ impl Error {
             ErrorKind::Training(error) if is_bad_setting_or_file(error) => BAD_INPUT,
             ErrorKind::Mesh(_)
             | ErrorKind::Training(_)
-            | ErrorKind::Write { .. }
-            | ErrorKind::Output(_)
-            | ErrorKind::Chart(_)
-            | ErrorKind::Launcher(_)
+            | ErrorKind::System { .. }
             | ErrorKind::Finetune(
                 finetune::Error::Write { .. } | finetune::Error::Run(RunError::Diverged { .. }),
             )
             | ErrorKind::Tensor(_) => FAILURE,
             ErrorKind::Types(_)
-            | ErrorKind::Launch(_)
             | ErrorKind::Sampler(_)
             | ErrorKind::Batch(_)
             | ErrorKind::Plan(_)
@@ -184,8 +177,7 @@ impl Error {
             | ErrorKind::Usage(_)
             | ErrorKind::Memory { .. }
             | ErrorKind::Read { .. }
-            | ErrorKind::Model { .. }
-            | ErrorKind::Json { .. } => BAD_INPUT,
+            | ErrorKind::Model { .. } => BAD_INPUT,
             ErrorKind::Rank { code, .. } => *code,
         }
     }
@@ -196,6 +188,32 @@ impl Error {
         let causes = iter::successors(self.kind.source(), |&cause| cause.source())
             .take_while(|cause| !cause.is::<candle_core::Error>());
         causes.fold(self.to_string(), |chain, cause| format!("{chain}: {cause}"))
+    }
+}
+
+impl ErrorKind {
+    /// Returns the error of `launch` if it cannot start or watch a process.
+    pub(crate) fn launcher(source: io::Error) -> Self {
+        Self::System { message: "cannot run the processes".into(), source: source.into() }
+    }
+}
+
+impl From<types::LaunchError> for ErrorKind {
+    fn from(error: types::LaunchError) -> Self {
+        Self::Usage(error.to_string())
+    }
+}
+
+impl From<io::Error> for ErrorKind {
+    /// Returns the error of a write to standard output.
+    fn from(source: io::Error) -> Self {
+        Self::System { message: "cannot write to standard output".into(), source: source.into() }
+    }
+}
+
+impl From<DrawingAreaErrorKind<io::Error>> for ErrorKind {
+    fn from(source: DrawingAreaErrorKind<io::Error>) -> Self {
+        Self::System { message: "cannot draw the chart".into(), source: source.into() }
     }
 }
 
@@ -259,14 +277,7 @@ fn option_message(error: &finetune::Error) -> String {
             };
             format!("the run started {started}, and can only be resumed with the same")
         }
-        SpecError::NotUtf8 { name, path } => {
-            let path = Printable(path.display());
-            format!("--{name} {path} is not UTF-8, and run.json cannot name it")
-        }
         SpecError::NoData => "--model needs --data, the training texts".into(),
-        SpecError::UnevenHeads { hidden, n_heads } => {
-            format!("--hidden {hidden} does not split evenly over --n-heads {n_heads}")
-        }
         error => error.to_string(),
     }
 }

@@ -6,6 +6,7 @@ use candle_distributed::{
     batch,
     finetune::{
         self, ExampleError, FolderError, GenerateError, RunError, SpecError, TokenizerError,
+        models::ModelError,
     },
     mesh,
     plan::{self, CutError, ParameterError, SourceError},
@@ -71,6 +72,8 @@ const REWRITES: &str = "\
     messages, or use a template that only appends";
 const WEIGHTS_MISMATCH: &str = "\
     config.json and the weights must belong to one model: take both from the same folder";
+const TIED_HEAD: &str = "\
+    set \"tie_word_embeddings\" to false in config.json to use this head, or remove it from the weights";
 const LONG_PROMPT: &str = "this is the model's limit: give a shorter text";
 const ADAPTER: &str = "\
     candle-distributed generate FOLDER --adapter DIR takes the model from one folder and the adapters \
@@ -187,11 +190,21 @@ const NOT_NEGATIVE: &str = "it is a count, at least 0";
 /// Returns advice about the value of an option that takes one of a few words.
 fn for_option_value(fault: &clap::Error) -> Option<&'static str> {
     let context = |kind| fault.get(kind).map(ToString::to_string);
-    let is_f16 = context(ContextKind::InvalidValue).is_some_and(|value| value == "f16");
-    if is_f16 && context(ContextKind::InvalidArg)?.starts_with("--dtype") {
-        return Some("f16 loses small gradients without a loss scaler: bf16 has the range of f32");
+    let argument = context(ContextKind::InvalidArg)?;
+    match (argument.split(' ').next()?, context(ContextKind::InvalidValue)?.as_str()) {
+        ("--dtype", "f16") => {
+            Some("f16 loses small gradients without a loss scaler: bf16 has the range of f32")
+        }
+        ("--engine", "mpi") => Some(
+            "this build has no MPI: build it with `--features mpi`, and start its processes with \
+             `mpirun -n 2 candle-distributed …`",
+        ),
+        ("--engine", "nccl") => Some(
+            "this build has no NCCL: build it with `--features nccl`, and start its processes with \
+             `candle-distributed launch --processes 2 -- candle-distributed …`",
+        ),
+        _ => None,
     }
-    None
 }
 
 /// Returns the advice about errors of this kind.
@@ -207,17 +220,12 @@ fn for_kind(kind: &ErrorKind) -> Option<Cow<'static, str>> {
         ErrorKind::Training(error) => training(error).map(Cow::from),
         ErrorKind::Finetune(error) => finetune(error).map(Cow::from),
         ErrorKind::Memory { .. } => Some(MEMORY.into()),
-        ErrorKind::Launch(_)
-        | ErrorKind::Usage(_)
+        ErrorKind::Usage(_)
         | ErrorKind::Rank { .. }
-        | ErrorKind::Launcher(_)
         | ErrorKind::Read { .. }
-        | ErrorKind::Json { .. }
         | ErrorKind::Stopped { .. }
         | ErrorKind::ReportedByFirst { .. }
-        | ErrorKind::Write { .. }
-        | ErrorKind::Output(_)
-        | ErrorKind::Chart(_)
+        | ErrorKind::System { .. }
         | ErrorKind::Tensor(_) => None,
     }
 }
@@ -337,6 +345,7 @@ fn folder(error: &FolderError) -> Option<&'static str> {
         FolderError::AdaptersAlone { .. } | FolderError::Adapters { .. } => ADAPTER,
         FolderError::AdapterMismatch { .. } => ADAPTER_MISMATCH,
         FolderError::TensorMismatch { .. } => WEIGHTS_MISMATCH,
+        FolderError::TiedHead { .. } => TIED_HEAD,
         FolderError::Weights(error) => match **error {
             CheckpointError::Parameter(_) => WEIGHTS_MISMATCH,
             _ => DAMAGED_FOLDER,
@@ -348,7 +357,7 @@ fn folder(error: &FolderError) -> Option<&'static str> {
 fn tokenizer(error: &TokenizerError) -> Option<&'static str> {
     Some(match error {
         TokenizerError::Missing { .. } => NO_TOKENIZER,
-        TokenizerError::Broken { .. } | TokenizerError::Template { .. } => DAMAGED_FOLDER,
+        TokenizerError::Broken { .. } => DAMAGED_FOLDER,
         TokenizerError::VocabularyMismatch { .. } => VOCABULARY_MISMATCH,
         TokenizerError::NoEnd { .. } => NO_END,
         TokenizerError::NoByteEnd { .. } => HF_FOLDER,
@@ -375,7 +384,9 @@ fn example(error: &ExampleError) -> Option<&'static str> {
 fn spec(error: &SpecError) -> Option<&'static str> {
     match error {
         SpecError::AdaptersAlone { .. } => Some(MODEL_OPTION),
-        SpecError::UnknownLayer { .. } => Some(LORA_ON),
+        SpecError::UnknownLayer { .. } | SpecError::Model(ModelError::Adapter { .. }) => {
+            Some(LORA_ON)
+        }
         SpecError::ResumeMismatch { .. } => Some(RESUME_MISMATCH),
         SpecError::NoData => Some(EXAMPLE_LINES),
         SpecError::Setting { name: "max_tokens", .. } => Some(MAX_TOKENS),

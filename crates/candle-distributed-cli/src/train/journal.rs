@@ -75,14 +75,13 @@ impl Journal {
     }
 
     /// Shows an event.
-    pub(crate) fn log(&mut self, event: &Event) -> Result<()> {
+    pub(crate) fn log(&mut self, event: &Event) {
         match event {
             Event::Step { metrics, batches } => self.log_step(metrics, batches),
             Event::Validated { point, is_best } => self.log_validation(point, *is_best),
-            Event::Stopped { .. } => return self.draw(),
+            Event::Stopped { .. } => self.draw_or_warn(),
             _ => {}
         }
-        Ok(())
     }
 
     fn log_step(&mut self, step: &StepMetrics, batches: &[Batch]) {
@@ -140,8 +139,16 @@ impl Journal {
         })
     }
 
+    /// Writes the curve of a run that ends early. A fault is only a warning: it must not hide the
+    /// reason for the end.
+    pub(crate) fn draw_or_warn(&self) {
+        if let Err(error) = self.draw() {
+            output::warning(format_args!("cannot draw {CURVE}: {}", error.chain()));
+        }
+    }
+
     /// Writes the curve of the run so far.
-    pub(crate) fn draw(&self) -> Result<()> {
+    fn draw(&self) -> Result<()> {
         let curve = curve::draw(&metrics(&self.path)?, &validations(&self.path, self.steps)?)?;
         output::file(&self.path.join(CURVE), curve.as_bytes())
     }

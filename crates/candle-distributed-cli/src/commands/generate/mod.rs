@@ -39,8 +39,7 @@ pub(crate) struct GenerateArgs {
     /// Folder with config.json, tokenizer.json and safetensors, or folder of a run that has ended
     #[arg(value_name = "FOLDER")]
     folder: PathBuf,
-    /// Text to continue. Give several prompts by repeating the option: each text is the one of its
-    /// prompt alone
+    /// Text to continue; may be repeated. Each prompt gets the text that it would get alone
     #[arg(id = "prompt", long = "prompt", value_name = "TEXT", required = true)]
     prompts: Vec<String>,
     /// Treat each prompt as a user's message, and generate the answer, with the tokenizer's chat

@@ -71,7 +71,7 @@ impl ProcessGroup {
     pub(super) fn start(program: &Program<'_>, periods: GracePeriods) -> Result<Self> {
         let (sender, events) = mpsc::channel();
         // Handlers come first: a signal must not end this program and leave processes running.
-        watch_signals(&sender).map_err(ErrorKind::Launcher)?;
+        watch_signals(&sender).map_err(ErrorKind::launcher)?;
         let mut job = Self {
             processes: Vec::new(),
             events,
@@ -83,9 +83,9 @@ impl ProcessGroup {
             fault: None,
         };
         for rank in 0..program.n_processes {
-            let process = program.start(rank).map_err(ErrorKind::Launcher)?;
+            let process = program.start(rank).map_err(ErrorKind::launcher)?;
             job.processes.push(process);
-            job.watch_last().map_err(ErrorKind::Launcher)?;
+            job.watch_last().map_err(ErrorKind::launcher)?;
         }
         Ok(job)
     }
@@ -143,7 +143,7 @@ impl ProcessGroup {
             JobEvent::Closed => self.n_open -= 1,
             JobEvent::Unwritten(error) => {
                 self.n_open -= 1;
-                self.end_because(ErrorKind::Output(error));
+                self.end_because(error.into());
             }
             // Only output is left, and a signal ends the wait for it.
             JobEvent::Signaled(_) if !self.is_running() => self.n_open = 0,
@@ -153,7 +153,7 @@ impl ProcessGroup {
                 self.expect_end(self.periods.stop_grace);
             }
             JobEvent::Ended(rank) => {
-                let status = self.processes[rank].reap().map_err(ErrorKind::Launcher)?;
+                let status = self.processes[rank].reap().map_err(ErrorKind::launcher)?;
                 if let Some(fault) = process::exit_error(rank, status) {
                     self.end_because(fault);
                 }

@@ -29,7 +29,7 @@ use crate::{
 
 /// Start a program as several processes on this machine, one per rank.
 ///
-/// The environment of each process has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
+/// A program over MPI needs mpirun or srun instead. The environment of each process has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
 /// and MASTER_PORT, as under torchrun. CANDLE_DISTRIBUTED_STORE is the path of a new rendezvous
 /// file for --engine nccl. Output of rank 1 appears as "[1] ...". If a process fails, launch ends
 /// the others and returns its exit code. SIGINT, SIGTERM and SIGHUP are forwarded to all processes,
@@ -143,6 +143,6 @@ fn check_exists(name: &OsStr) -> Result<()> {
 
 /// Returns an unused port of this machine.
 fn free_port() -> Result<u16> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(ErrorKind::Launcher)?;
-    Ok(listener.local_addr().map_err(ErrorKind::Launcher)?.port())
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(ErrorKind::launcher)?;
+    Ok(listener.local_addr().map_err(ErrorKind::launcher)?.port())
 }

@@ -3,7 +3,7 @@
 use candle_distributed::{finetune::PreparedRun, mesh::DeviceMesh, train::peak_bytes};
 
 use crate::{
-    commands::train::{Args, memory::saved_without_clipping, write_mixture},
+    commands::train::{Args, announce::write_mixture, memory::saved_without_clipping},
     devices::ProcessPlace,
     error::Result,
     train::comparison::{Comparison, Prediction},

@@ -1,33 +1,30 @@
 //! `train`: trains a language model on text, on several devices.
 
+mod announce;
 mod dry_run;
 mod memory;
+mod outcome;
 mod sharding;
 mod writing;
 
-use std::{
-    io::{self, Write},
-    path::{Path, PathBuf},
-};
+use std::path::PathBuf;
 
 use candle_distributed::{
-    finetune::{
-        self, Event, Examples, Overlong, PreparedRun, RunError, RunOptions, Start, Trainer,
-        spec::{MixtureWeights, Spec},
-    },
+    finetune::{Event, PreparedRun, RunOptions, Start, Trainer, spec::Spec},
     mesh::DeviceMesh,
-    plan::report::PlanReport,
-    train::{self, CheckpointError},
-    types::human::HumanCount,
 };
 
-use self::{sharding::ShardingArgs, writing::WritingArgs};
+use self::{
+    announce::{announce, print_complete, warn_of_files, warn_of_overlong},
+    outcome::hint_if_unreadable,
+    sharding::ShardingArgs,
+    writing::WritingArgs,
+};
 use crate::{
     bytes,
     devices::{DEFAULT_WORLD_SIZE, DeviceArgs, ProcessPlace},
-    error::{Error, ErrorKind, Result},
-    help::{cli_name, examples},
-    hint, output, strategy,
+    error::Result,
+    help::examples,
     train::{agreement, journal::Journal, stop},
 };
 
@@ -135,125 +132,72 @@ impl Args {
         let too_large_bytes = self.too_large_to_generate(process, &run)?;
         let prompt = self.writing.prompt(&run)?;
         let spec = run.spec.clone();
-        let path = self.train_steps(mesh, process, *run)?;
-        let Some(prompt) = prompt else { return Ok(()) };
-        if !process.is_first() {
-            return Ok(());
+        let path = self.train_run(mesh, process, *run)?;
+        match (prompt, too_large_bytes) {
+            (Some(_), Some(bytes)) if process.is_first() => {
+                writing::warn_too_large(bytes);
+                Ok(())
+            }
+            (Some(prompt), None) if process.is_first() => {
+                self.writing.write_sample(&path, &prompt, &spec)
+            }
+            _ => Ok(()),
         }
-        if let Some(bytes) = too_large_bytes {
-            writing::warn_too_large(bytes);
-            return Ok(());
-        }
-        self.writing.write_sample(&path, &prompt, &spec)
     }
 
-    /// Trains the remaining steps, and returns the folder of the run.
-    fn train_steps(
+    /// Trains the run to its end, and returns its folder. The first process writes the journal.
+    fn train_run(
         &self,
         mesh: &DeviceMesh,
         process: ProcessPlace,
         run: PreparedRun,
     ) -> Result<PathBuf> {
+        // A signal that arrives while the model is built stops the run after its first step.
         let stop_flag = stop::flag();
-        let mut trainer = Trainer::new(mesh, run)
-            .map_err(|error| self.explain_error(error, process))?
-            .stop_on(stop_flag);
-        let mut journal = if process.is_first() {
+        let trainer = Trainer::new(mesh, run).map_err(|error| self.explain(error, process))?;
+        let mut trainer = trainer.stop_on(stop_flag);
+        let mut journal = None;
+        if process.is_first() {
             announce(trainer.run())?;
-            Some(Journal::new(&trainer)?)
-        } else {
-            None
-        };
+            journal = Some(Journal::new(&trainer)?);
+        }
         if self.check {
             let report = trainer.check()?;
-            if let Some(journal) = &journal {
-                journal.show_gradients(&report);
-            }
+            journal.iter().for_each(|journal| journal.show_gradients(&report));
         }
-        let mut stopped_after = None;
-        for event in trainer.by_ref() {
-            let event =
-                event.map_err(|error| self.end_session(error, journal.as_ref(), process))?;
-            if let Event::Stopped { step } = event {
-                stopped_after = Some(step);
-            }
-            if let Some(journal) = &mut journal {
-                journal.log(&event)?;
-            }
-        }
-        let path = trainer.path().to_owned();
-        if let Some(n_done) = stopped_after {
+        if let Some(n_done) = self.train_steps(&mut trainer, journal.as_mut(), process)? {
             return Err(self.stop_error(n_done, &trainer, process));
         }
         if let Some(journal) = &mut journal {
             journal.finish(trainer.session())?;
         }
-        Ok(path)
+        Ok(trainer.path().to_owned())
     }
 
-    /// Returns the error for a run that a signal stopped after `done` steps.
-    fn stop_error(&self, done: u64, trainer: &Trainer, process: ProcessPlace) -> Error {
-        let path = hint::in_shell(trainer.path().display());
-        let options = self.option_string();
-        let hint = format!("to resume: candle-distributed train --out {path} --resume{options}");
-        let kind = ErrorKind::Stopped { done, steps: trainer.run().spec.steps };
-        report_on_first(Error::from(kind).with_hint(hint), process)
-    }
-
-    /// Explains an error of a step. If every process ends with it, the session is complete, and its
-    /// curve is drawn.
-    fn end_session(
+    /// Trains the remaining steps. Returns the number of steps done if a signal stopped the run.
+    fn train_steps(
         &self,
-        error: finetune::Error,
-        journal: Option<&Journal>,
+        trainer: &mut Trainer,
+        mut journal: Option<&mut Journal>,
         process: ProcessPlace,
-    ) -> Error {
-        let error = self.explain_error(error, process);
-        if error.ends_all_processes()
-            && let Some(journal) = journal
-            && let Err(drawing_error) = journal.draw()
-        {
-            return drawing_error;
-        }
-        error
-    }
-
-    /// Adds a hint to an error of training. An error that every process has is only reported by the
-    /// first process.
-    fn explain_error(&self, error: finetune::Error, process: ProcessPlace) -> Error {
-        match &error {
-            finetune::Error::Run(RunError::Diverged { checkpoint, .. }) => {
-                let last = match checkpoint {
-                    Some(step) => format!("the last checkpoint was written after step {step}"),
-                    None => "there is no checkpoint yet".into(),
-                };
-                let options = self.option_string();
-                let hint = format!(
-                    "{last}; repeated steps end the same way: check the gradients with \
-                     --resume{options} --check, try another --seed, or continue with \
-                     --resume{options} --allow-non-finite"
-                );
-                report_on_first(Error::from(error).with_hint(hint), process)
+    ) -> Result<Option<u64>> {
+        let mut stopped_after = None;
+        for event in trainer {
+            let event = event.map_err(|error| {
+                let error = self.explain(error, process);
+                if let Some(journal) = journal.as_deref().filter(|_| error.ends_all_processes()) {
+                    journal.draw_or_warn();
+                }
+                error
+            })?;
+            if let Event::Stopped { step } = event {
+                stopped_after = Some(step);
             }
-            finetune::Error::Run(RunError::WentOn { .. } | RunError::NotShared { .. }) => {
-                report_on_first(error.into(), process)
+            if let Some(journal) = journal.as_deref_mut() {
+                journal.log(&event);
             }
-            _ => error.into(),
         }
-    }
-
-    /// Returns the options to repeat when the run is resumed, each after a space.
-    fn option_string(&self) -> String {
-        let limit = self.memory_limit.map(|bytes| format!(" --memory-limit {bytes}"));
-        let every = self.run.checkpoint_every.map(|every| format!(" --checkpoint-every {every}"));
-        let options = [
-            Some(self.devices.option_string()),
-            Some(self.sharding.option_string()),
-            every,
-            limit,
-            Some(self.writing.option_string()),
-        ];
-        options.into_iter().flatten().collect()
+        Ok(stopped_after)
     }
 
     /// Describes the run and the arguments. The descriptions of all processes must be equal.
@@ -288,102 +232,6 @@ impl Args {
     }
 }
 
-/// Prints that a run has no steps left.
-fn print_complete(process: ProcessPlace, path: &Path) -> Result<()> {
-    process.print(|out| writeln!(out, "the run in {} is complete", path.display()))
-}
-
-/// Returns the error in the first process. The other processes get an error with the same exit code
-/// that is not printed.
-fn report_on_first(error: Error, process: ProcessPlace) -> Error {
-    if process.is_first() {
-        return error;
-    }
-    let exit_code = error.exit_code();
-    let ends_all_processes = error.ends_all_processes();
-    ErrorKind::ReportedByFirst { exit_code, ends_all_processes }.into()
-}
-
-/// Adds a hint if the system cannot read the latest checkpoint. A damaged checkpoint is no error,
-/// since an older one replaces it.
-fn hint_if_unreadable(error: finetune::Error) -> Error {
-    let error = Error::from(error);
-    match &*error.kind {
-        ErrorKind::Training(train::Error::Checkpoint(
-            CheckpointError::Io { .. } | CheckpointError::Header { .. },
-        )) => error.with_hint(hint::UNREADABLE),
-        _ => error,
-    }
-}
-
-/// Warns if texts longer than the context are truncated or skipped.
-fn warn_of_overlong(run: &PreparedRun) {
-    let n_overlong = run.examples().n_overlong();
-    let inputs = &run.spec.finetune;
-    // Splitting loses no tokens.
-    if n_overlong > 0 && inputs.overlong != Overlong::Split {
-        output::warning(format_args!(
-            "{} longer than the context of {} tokens: --overlong {}",
-            HumanCount(n_overlong.into()).with_noun("text"),
-            inputs.context,
-            cli_name(inputs.overlong)
-        ));
-    }
-}
-
-/// Warns of skipped files, and of text files beside `.jsonl` files, which may not be training data.
-fn warn_of_files(examples: &Examples) {
-    let counts = examples.files();
-    if counts.skipped > 0 {
-        let files = HumanCount(counts.skipped.into()).with_noun("file");
-        output::warning(format_args!("{files} of --data skipped: not UTF-8"));
-    }
-    if counts.n_with_line_examples > 0 && counts.n_with_paragraph_examples > 0 {
-        let files = HumanCount(counts.n_with_paragraph_examples.into()).with_noun("file");
-        output::warning(format_args!(
-            "{files} of --data not .jsonl: each paragraph of a text file is an example"
-        ));
-    }
-}
-
-/// Writes the texts of a mixture with their weights, and where these begin.
-fn write_mixture(spec: &Spec, out: &mut dyn Write) -> io::Result<()> {
-    for &MixtureWeights { from_epoch, from_step, .. } in &spec.finetune.mixture {
-        let texts = spec.texts(from_epoch, from_step).into_iter().map(|text| text.to_string());
-        let texts: Vec<String> = texts.collect();
-        let step = if from_step == 0 { String::new() } else { format!(", step {from_step}") };
-        writeln!(out, "texts from epoch {from_epoch}{step} on: {}", texts.join(", "))?;
-    }
-    Ok(())
-}
-
-/// Prints the first step of a resumed run, the plan of a sharded run, and the batches of an epoch.
-fn announce(run: &PreparedRun) -> Result<()> {
-    let plan = run.plan()?;
-    let first_epoch = run.first_epoch()?;
-    let n_done = run.first_step();
-    let (report, rules) = match &run.sharding {
-        Some(sharding) => (
-            Some(PlanReport::new(&plan.plan, &plan.cost_model, None)?),
-            sharding.strategy.matches(&plan.parameters),
-        ),
-        None => (None, None),
-    };
-    output::text(|out| {
-        if n_done > 0 {
-            writeln!(out, "resuming after step {n_done} of {}", run.spec.steps)?;
-        }
-        write_mixture(&run.spec, out)?;
-        if let Some(report) = &report {
-            writeln!(out, "{report}")?;
-        }
-        if let Some(rules) = &rules {
-            strategy::write_matches(rules, out)?;
-        }
-        writeln!(out, "each epoch: {first_epoch}")
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs;
@@ -397,6 +245,7 @@ mod tests {
     use clap::Parser;
 
     use super::*;
+    use crate::error::Error;
 
     #[derive(Parser)]
     struct Line {

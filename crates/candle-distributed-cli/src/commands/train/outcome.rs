@@ -1,0 +1,85 @@
+//! The errors with which a run of `train` ends, and the command that resumes it.
+
+use candle_distributed::{
+    finetune::{self, RunError, Trainer},
+    train::{self, CheckpointError},
+};
+
+use crate::{
+    commands::train::Args,
+    devices::ProcessPlace,
+    error::{Error, ErrorKind},
+    hint,
+};
+
+impl Args {
+    /// Returns the error for a run that a signal stopped after `done` steps.
+    pub(super) fn stop_error(&self, done: u64, trainer: &Trainer, process: ProcessPlace) -> Error {
+        let path = hint::in_shell(trainer.path().display());
+        let options = self.option_string();
+        let hint = format!("to resume: candle-distributed train --out {path} --resume{options}");
+        let kind = ErrorKind::Stopped { done, steps: trainer.run().spec.steps };
+        report_on_first(Error::from(kind).with_hint(hint), process)
+    }
+
+    /// Adds a hint to an error of training. An error that every process has is only reported by the
+    /// first process.
+    pub(super) fn explain(&self, error: finetune::Error, process: ProcessPlace) -> Error {
+        match &error {
+            finetune::Error::Run(RunError::Diverged { checkpoint, .. }) => {
+                let last = match checkpoint {
+                    Some(step) => format!("the last checkpoint was written after step {step}"),
+                    None => "there is no checkpoint yet".into(),
+                };
+                let options = self.option_string();
+                let hint = format!(
+                    "{last}; repeated steps end the same way: check the gradients with \
+                     --resume{options} --check, try another --seed, or continue with \
+                     --resume{options} --allow-non-finite"
+                );
+                report_on_first(Error::from(error).with_hint(hint), process)
+            }
+            finetune::Error::Run(RunError::WentOn { .. } | RunError::NotShared { .. }) => {
+                report_on_first(error.into(), process)
+            }
+            _ => error.into(),
+        }
+    }
+
+    /// Returns the options to repeat when the run is resumed, each after a space.
+    fn option_string(&self) -> String {
+        let limit = self.memory_limit.map(|bytes| format!(" --memory-limit {bytes}"));
+        let every = self.run.checkpoint_every.map(|every| format!(" --checkpoint-every {every}"));
+        let options = [
+            Some(self.devices.option_string()),
+            Some(self.sharding.option_string()),
+            every,
+            limit,
+            Some(self.writing.option_string()),
+        ];
+        options.into_iter().flatten().collect()
+    }
+}
+
+/// Returns the error in the first process. The other processes get an error with the same exit code
+/// that is not printed.
+fn report_on_first(error: Error, process: ProcessPlace) -> Error {
+    if process.is_first() {
+        return error;
+    }
+    let exit_code = error.exit_code();
+    let ends_all_processes = error.ends_all_processes();
+    ErrorKind::ReportedByFirst { exit_code, ends_all_processes }.into()
+}
+
+/// Adds a hint if the system cannot read the latest checkpoint. A damaged checkpoint is no error,
+/// since an older one replaces it.
+pub(super) fn hint_if_unreadable(error: finetune::Error) -> Error {
+    let error = Error::from(error);
+    match &*error.kind {
+        ErrorKind::Training(train::Error::Checkpoint(
+            CheckpointError::Io { .. } | CheckpointError::Header { .. },
+        )) => error.with_hint(hint::UNREADABLE),
+        _ => error,
+    }
+}
