@@ -1,10 +1,9 @@
 //! Damage to the files of a run: it is detected, or does not change the result.
 
-use std::{fs, path::Path, process::Output};
+use std::{fs, path::Path};
 
 use crate::support::{
-    SMALL, command,
-    finetune::{ModelHome, files},
+    SMALL,
     run::{Home, contents, copy, replace, said},
 };
 
@@ -136,67 +135,4 @@ fn damaged_runs_are_rejected_or_recovered() {
         fs::remove_dir_all(home.at(name)).unwrap();
     }
     assert!(n_rejected >= 9, "{n_rejected} rejected");
-}
-
-/// Flips bits all over the files of a folder, one at a time, and checks what `candle-distributed`
-/// with `args` says about each.
-fn flip_everywhere(folder: &Path, args: &[&str], is_said: impl Fn(&Path, &Output) -> bool) {
-    const FLIPS: u32 = 5;
-    for (name, content) in files(folder) {
-        let file = folder.join(name);
-        for n in 0..FLIPS {
-            flip(&file, 1 + content.len() * (2 * n as usize + 1) / (2 * FLIPS as usize), n % 8);
-            let output = command(args).output().unwrap();
-            let said = said(&output);
-            assert!(is_said(&file, &output), "{}, flip {n}: {said}", file.display());
-            fs::write(&file, &content).unwrap();
-        }
-    }
-    assert!(command(args).output().unwrap().status.success());
-}
-
-/// Returns the arguments that generate a token.
-fn generate<'a>(args: &[&'a str]) -> Vec<&'a str> {
-    [&["generate"], args, &["--prompt", "line 1", "--max-tokens", "1"]].concat()
-}
-
-#[test]
-fn flipped_bits_of_models_are_never_used_in_silence() {
-    let model = ModelHome::new();
-    let lora = ["--lora", "2", "--merge"];
-    model.train(
-        "run",
-        &[&["--steps", "4", "--init", "3", "--validation", "0.5"], &lora[..]].concat(),
-    );
-    let [run, trained, best, adapter, copied] =
-        ["run", "run/model", "run/best", "run/adapter", "copied"].map(|name| model.path(name));
-    let is_refused = |_: &Path, output: &Output| !output.status.success();
-    flip_everywhere(Path::new(&trained), &generate(&[&run]), is_refused);
-    flip_everywhere(Path::new(&best), &generate(&[&best]), is_refused);
-    let options = ["--adapter", adapter.as_str()];
-    flip_everywhere(
-        Path::new(&adapter),
-        &generate(&[&[trained.as_str()], &options[..]].concat()),
-        is_refused,
-    );
-    // People may edit the configuration of a copy, but not its weights.
-    copy(Path::new(&best), Path::new(&copied));
-    flip_everywhere(Path::new(&copied), &generate(&[&copied]), |file, output| {
-        let is_weights = file.extension().is_some_and(|extension| extension == "safetensors");
-        !output.status.success() || !is_weights && said(output).contains("has changed since")
-    });
-}
-
-#[test]
-fn flipped_bits_of_the_description_are_found() {
-    let home = Home::new();
-    home.train("run", &["--steps", "2"]);
-    let run_json = home.at("run").join("run.json");
-    let content = fs::read(&run_json).unwrap();
-    for n in 0..10_u32 {
-        flip(&run_json, 1 + content.len() * (2 * n as usize + 1) / 20, n % 8);
-        let report = command(&["report", &home.path("run")]).output().unwrap();
-        assert_eq!(report.status.code(), Some(2), "{n}: {}", said(&report));
-        fs::write(&run_json, &content).unwrap();
-    }
 }

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use crate::support::{command, json, rejects, text};
+use crate::support::{command, json, rejects_each, text};
 
 const SMALL: [&str; 5] = ["mesh", "--bytes", "4KiB,100", "--repetitions", "2"];
 
@@ -92,21 +92,22 @@ fn launched_processes_need_an_engine() {
 
 #[test]
 fn mesh_rejects_bad_input() {
-    rejects(&["mesh", "--axis", "data"], &["data", "data=2"]);
-    for axis in ["=2", "data=", "data=0", "data=-1", "data=2x"] {
-        rejects(&["mesh", "--axis", axis], &[axis, "at least 1"]);
-    }
-    rejects(&["mesh", "--axis", "a=2", "--axis", "a=2"], &["two axes named a"]);
-    rejects(
-        &["mesh", "--axis", "a=2", "--axis", "b=3", "--world-size", "4"],
-        &["grid of 6", "4 devices"],
+    rejects_each(
+        &["mesh"],
+        &[
+            ("--axis data", "data | data=2"),
+            ("--axis =2", "=2 | at least 1"),
+            ("--axis data=", "data= | at least 1"),
+            ("--axis data=0", "data=0 | at least 1"),
+            ("--axis data=-1", "data=-1 | at least 1"),
+            ("--axis data=2x", "data=2x | at least 1"),
+            ("--axis a=2 --axis a=2", "two axes named a"),
+            ("--axis a=2 --axis b=3 --world-size 4", "grid of 6 | 4 devices"),
+            ("--axis a=65535 --axis b=18446744073709551615", "18446744073709551615"),
+            ("--bytes 0", "1 byte | 1.00 GiB"),
+            ("--bytes 2GiB", "1.00 GiB"),
+            ("--repetitions 0", "0"),
+            ("--device tpu", "tpu | cpu"),
+        ],
     );
-    rejects(
-        &["mesh", "--axis", "a=65535", "--axis", "b=18446744073709551615"],
-        &["18446744073709551615"],
-    );
-    rejects(&["mesh", "--bytes", "0"], &["1 byte", "1.00 GiB"]);
-    rejects(&["mesh", "--bytes", "2GiB"], &["1.00 GiB"]);
-    rejects(&["mesh", "--repetitions", "0"], &["0"]);
-    rejects(&["mesh", "--device", "tpu"], &["tpu", "cpu"]);
 }

@@ -4,25 +4,11 @@ use std::fs;
 
 use crate::{
     pins::{self, Losses},
-    support::{finetune::ModelHome, golden, run::said},
+    support::{finetune::ModelHome, golden, run::said, words},
 };
 
-const SMALL: [&str; 14] = [
-    "--n-layers",
-    "2",
-    "--hidden",
-    "32",
-    "--n-heads",
-    "4",
-    "--context",
-    "32",
-    "--max-tokens",
-    "256",
-    "--steps",
-    "4",
-    "--checkpoint-every",
-    "2",
-];
+const SMALL: &str = "--n-layers 2 --hidden 32 --n-heads 4 --context 32 --max-tokens 256 --steps 4 \
+                     --checkpoint-every 2";
 
 /// Trains the small model in the folder `name`, and returns its losses.
 fn small(home: &ModelHome, name: &str, more: &[&str]) -> Vec<f64> {
@@ -32,7 +18,7 @@ fn small(home: &ModelHome, name: &str, more: &[&str]) -> Vec<f64> {
     let data = ["--data", &data];
     let data = if more.contains(&"--stories") { &data[..0] } else { &data[..] };
     let more: Vec<&str> = more.iter().copied().filter(|option| *option != "--stories").collect();
-    crate::support::text(&[&args[..], data, &SMALL, &more].concat());
+    crate::support::text(&[&args[..], data, &words(SMALL), &more].concat());
     home.losses(name)
 }
 

@@ -4,6 +4,7 @@ use std::{
     collections::BTreeSet,
     fs,
     path::{Path, PathBuf},
+    sync::LazyLock,
 };
 
 use candle_distributed::{
@@ -64,15 +65,15 @@ fn validator(schema: &Value) -> Validator {
     jsonschema::draft202012::new(schema).unwrap()
 }
 
-/// Returns examples for every schema, which cover all fields.
-fn forms() -> Vec<SchemaExamples> {
+/// Examples for every schema, which cover all fields.
+static FORMS: LazyLock<Vec<SchemaExamples>> = LazyLock::new(|| {
     let dir = tempfile::tempdir().unwrap();
     let mut forms =
         vec![samples(dir.path()), batches(), batch_states(dir.path()), generated(), mesh()];
     forms.extend(plans(dir.path()));
     forms.extend(run_files(dir.path()));
     forms
-}
+});
 
 fn samples(dir: &Path) -> SchemaExamples {
     let world = ["sample", "--len", "11", "--world-size", "4"];
@@ -243,18 +244,10 @@ fn finetuned(dir: &Path) -> (Vec<Value>, Vec<Value>) {
         train(
             &second,
             &[
-                "--model",
-                first.join("model").to_str().unwrap(),
-                "--lora",
-                "2",
-                "--lora-on",
-                "q_proj",
-                "--merge",
-                "--rows",
-                "packed",
-                "--max-tokens",
-                "64",
-            ],
+                &["--model", first.join("model").to_str().unwrap()],
+                &words("--lora 2 --lora-on q_proj --merge --rows packed --max-tokens 64")[..],
+            ]
+            .concat(),
         ),
     ];
     let found = fs::read_to_string(first.join("validation.jsonl")).unwrap();
@@ -328,14 +321,14 @@ fn run_files(dir: &Path) -> [SchemaExamples; 5] {
 
 #[test]
 fn outputs_match_their_schemas() {
-    for SchemaExamples { name, documents, .. } in forms() {
+    for SchemaExamples { name, documents, .. } in &*FORMS {
         let open = validator(&schema(name));
         let closed = validator(&closed(schema(name)));
         assert!(!documents.is_empty(), "{name}");
         for document in documents {
             for (validator, kind) in [(&open, "open"), (&closed, "closed")] {
                 let faults: Vec<_> =
-                    validator.iter_errors(&document).map(|fault| fault.to_string()).collect();
+                    validator.iter_errors(document).map(|fault| fault.to_string()).collect();
                 assert!(faults.is_empty(), "{name}, {kind}: {faults:?} in {document}");
             }
         }
@@ -344,9 +337,9 @@ fn outputs_match_their_schemas() {
 
 #[test]
 fn every_schema_field_has_an_example() {
-    for SchemaExamples { name, documents, .. } in forms() {
+    for SchemaExamples { name, documents, .. } in &*FORMS {
         let mut written = BTreeSet::new();
-        for mut document in documents {
+        for mut document in documents.clone() {
             visit(&mut document, &mut |object| written.extend(object.keys().cloned()));
         }
         visit(&mut schema(name), &mut |object| {
@@ -364,12 +357,12 @@ fn every_schema_field_has_an_example() {
 
 #[test]
 fn damaged_outputs_fail_validation() {
-    for SchemaExamples { name, documents, free } in forms() {
+    for &SchemaExamples { name, ref documents, free } in &*FORMS {
         let schema = schema(name);
         let open = validator(&schema);
         let closed = validator(&closed(schema.clone()));
         for document in documents {
-            for place in places(&document).iter().filter(|place| !is_free(free, place)) {
+            for place in places(document).iter().filter(|place| !is_free(free, place)) {
                 let original = document.pointer(place).unwrap();
                 for damage in [
                     json!({ "no": "such thing" }),
@@ -506,7 +499,7 @@ fn program_rejects_schema_violations() {
 #[test]
 fn schemas_are_valid_and_documented() {
     let written: BTreeSet<_> =
-        forms().iter().map(|form| format!("{}.schema.json", form.name)).collect();
+        FORMS.iter().map(|form| format!("{}.schema.json", form.name)).collect();
     let page = fs::read_to_string(folder().join("guide/formats.md")).unwrap();
     let files =
         fs::read_dir(folder().join("schemas")).unwrap().map(|entry| entry.unwrap().file_name());

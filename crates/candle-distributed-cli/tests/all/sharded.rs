@@ -6,9 +6,9 @@ use std::fs;
 use serde_json::Value;
 
 use crate::support::{
-    self, rejects, run,
+    self, rejects, rejects_each, run,
     run::{Home, STEPS, said},
-    text,
+    text, words,
 };
 
 fn run_json(home: &Home, name: &str) -> Value {
@@ -21,34 +21,23 @@ fn sharding_does_not_change_results() {
     let rules = r#"{"rules": [{"pattern": "**.norm.*", "choice": "replicate"}]}"#;
     fs::write(home.at("rules.json"), rules).unwrap();
     let rules = home.path("rules.json");
-    for world_size in ["2", "3"] {
-        let short = ["--steps", "4", "--world-size", world_size];
-        let whole = format!("whole-{world_size}");
-        home.train(&whole, &short);
-        for (n, what) in [
-            &["--strategy", "full"][..],
-            &["--strategy", "full", "--keep", "gathered"],
-            &["--strategy", "layer-wise", "--keep", "graph"],
-            &["--strategy", "full", "--prefetch", "1"],
-            &["--strategy", "full", "--keep", "graph", "--prefetch", "2"],
-            &["--strategy", "full", "--layout", "flat"],
-            &["--strategy", "full", "--layout", "flat-aligned"],
-            &["--strategy", "full", "--layout", "row-ragged", "--block-size", "3"],
-            &["--strategy", "full", "--layout", "block-ragged", "--keep", "inputs"],
-            &["--strategy", "layer-wise"],
-            &["--strategy", "layer-wise", "--layer-order", "contiguous"],
-            &["--strategy", "whole-tensor"],
-            &["--strategy", "hybrid", "--rules", &rules],
-            &["--strategy", "full", "--replicas", "1", "--max-grad-norm", "1e9"],
-        ]
-        .into_iter()
-        .enumerate()
-        {
-            let name = format!("sharded-{world_size}-{n}");
-            home.train(&name, &[&short[..], what].concat());
-            assert_eq!(home.losses(&name), home.losses(&whole), "{what:?}");
-            assert!(home.model(&name) == home.model(&whole), "{what:?}");
-        }
+    let short = ["--steps", "4", "--world-size", "3"];
+    home.train("whole", &short);
+    for (n, what) in [
+        "--strategy full --keep gathered --layout flat-aligned",
+        "--strategy full --keep graph --prefetch 2 --layout row-ragged --block-size 3",
+        "--strategy layer-wise --layer-order contiguous",
+        "--strategy whole-tensor",
+        &format!("--strategy hybrid --rules {rules}"),
+        "--strategy full --replicas 1 --max-grad-norm 1e9",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let name = format!("sharded-{n}");
+        home.train(&name, &[&short[..], &words(what)].concat());
+        assert_eq!(home.losses(&name), home.losses("whole"), "{what}");
+        assert!(home.model(&name) == home.model("whole"), "{what}");
     }
 }
 
@@ -59,22 +48,15 @@ fn replicas_learn_the_same() {
     let four = ["--steps", STEPS, "--world-size", "4"];
     home.train("whole", &four);
     let copies = ["--strategy", "full", "--replicas", "2"];
-    for (name, more) in
-        [("two", &[][..]), ("two-clipped", &["--max-grad-norm", "1e9", "--keep", "gathered"])]
-    {
-        home.train(name, &[&four[..], &copies, more].concat());
-        for (found, expected) in home.losses(name).iter().zip(home.losses("whole")) {
-            assert!((found - expected).abs() < 1e-6 * expected, "{name}: {found}, {expected}");
-        }
+    home.train("two", &[&four[..], &copies].concat());
+    for (found, expected) in home.losses("two").iter().zip(home.losses("whole")) {
+        assert!((found - expected).abs() < 1e-6 * expected, "{found}, {expected}");
     }
-    assert!(home.model("two") == home.model("two-clipped"));
     assert_eq!(run_json(&home, "two")["sessions"][0]["sharding"]["replicas"], 2);
 
     // Runs resume with another number of copies.
-    for (name, more) in [("two", &["--strategy", "full"][..]), ("two-clipped", &copies)] {
-        home.end_again(name, &[&["--world-size", "4"][..], more].concat());
-        assert_eq!(home.losses(name).len(), home.losses("whole").len());
-    }
+    home.end_again("two", &["--world-size", "4", "--strategy", "full"]);
+    assert_eq!(home.losses("two").len(), home.losses("whole").len());
     let copies = [&["train", "--data", &home.path("text.txt"), "--dry-run"], &four[2..], &copies];
     let printed = text(&copies.concat());
     for kind in ["all_gather", "reduce_scatter", "all_reduce"] {
@@ -102,15 +84,6 @@ fn only_clipping_keeps_all_gradients() {
     assert_ne!(row(&within, "all_gather")[2], row(&after, "all_gather")[2], "{within}");
     let saved = after.lines().find(|line| line.starts_with("--max-grad-norm none saves")).unwrap();
     rejects(&[&clipped[..], &["--memory-limit", "1MiB"]].concat(), &[saved]);
-
-    // A limit above every norm changes nothing.
-    let limit = ["--max-grad-norm", "1e9"];
-    home.train("after", &[&["--steps", STEPS, "--strategy", "full"], &limit[..]].concat());
-    home.train("within", &["--steps", STEPS, "--strategy", "full"]);
-    assert!(home.model("after") == home.model("within"));
-    home.end_again("after", &["--strategy", "full", "--check"]);
-    home.end_again("within", &["--strategy", "full", "--max-grad-norm", "none", "--check"]);
-    assert!(home.model("after") == home.model("within"));
 }
 
 /// Returns the predicted terms of a printed table, but for the first, which is measured.
@@ -218,8 +191,7 @@ fn runs_resume_with_other_sharding() {
 
     for (name, first, second) in [
         ("into-parts", &[][..], &["--strategy", "full", "--layout", "block-ragged"][..]),
-        ("into-whole", &["--strategy", "layer-wise"], &[]),
-        ("into-others", &["--strategy", "full"], &["--strategy", "whole-tensor"]),
+        ("into-others", &["--strategy", "layer-wise"], &["--strategy", "whole-tensor"]),
     ] {
         home.train(name, &[&["--steps", STEPS][..], first].concat());
         home.end_again(name, second);
@@ -227,12 +199,11 @@ fn runs_resume_with_other_sharding() {
         let sessions = run_json(&home, name)["sessions"].clone();
         let sharded = |n: usize| sessions[n].get("sharding").is_some();
         assert_eq!((sharded(0), sharded(1)), (!first.is_empty(), !second.is_empty()), "{name}");
-
-        // Another number of devices gives nearly equal losses.
-        home.end_again(name, &[&["--world-size", "3"][..], first].concat());
-        for (found, expected) in home.losses(name).iter().zip(home.losses("whole")) {
-            assert!((found - expected).abs() < 1e-4, "{name}: {found} for {expected}");
-        }
+    }
+    // Another number of devices gives nearly equal losses.
+    home.end_again("into-parts", &["--world-size", "3"]);
+    for (found, expected) in home.losses("into-parts").iter().zip(home.losses("whole")) {
+        assert!((found - expected).abs() < 1e-4, "{found} for {expected}");
     }
 }
 
@@ -284,31 +255,32 @@ fn size_options_set_model_sizes() {
 
 #[test]
 fn conflicting_options_are_rejected() {
-    for (args, words) in [
-        (&["--keep", "inputs"][..], &["--keep needs a --strategy"][..]),
-        (&["--replicas", "1"], &["--replicas needs a --strategy"]),
-        (&["--prefetch", "1"], &["--prefetch needs a --strategy"]),
-        (&["--layout", "flat"], &["--layout needs --strategy full"]),
-        (&["--rules", "rules.json"], &["--rules needs --strategy hybrid"]),
-        (&["--strategy", "layer-wise", "--layout", "flat"], &["--layout needs --strategy full"]),
-        (&["--strategy", "full", "--layer-order", "any"], &["needs --strategy layer-wise"]),
-        (&["--strategy", "full", "--block-size", "2"], &["needs a ragged --layout"]),
-        (
-            &["--strategy", "full", "--replicas", "2", "--world-size", "3"],
-            &["--replicas 2 does not divide the 3 devices"],
-        ),
-        (
-            &["--strategy", "full", "--replicas", "0", "--device", "cuda"],
-            &["--replicas 0 does not divide the 2 devices"],
-        ),
-        (&["--n-heads", "3"], &["--hidden 128 does not split evenly over --n-heads 3"]),
-        (&["--n-layers", "0"], &["num_hidden_layers is 0"]),
-        (&["--hidden", "100000000"], &["hidden_size is 100000000"]),
-        (&["--dry-run", "--out", "run"], &["--dry-run", "--out"]),
-        (&["--dry-run", "--steps", "3"], &["--dry-run", "--steps"]),
-    ] {
-        rejects(&[&["train"][..], args].concat(), words);
-    }
+    rejects_each(
+        &["train"],
+        &[
+            ("--keep inputs", "--keep needs a --strategy"),
+            ("--replicas 1", "--replicas needs a --strategy"),
+            ("--prefetch 1", "--prefetch needs a --strategy"),
+            ("--layout flat", "--layout needs --strategy full"),
+            ("--rules rules.json", "--rules needs --strategy hybrid"),
+            ("--strategy layer-wise --layout flat", "--layout needs --strategy full"),
+            ("--strategy full --layer-order any", "needs --strategy layer-wise"),
+            ("--strategy full --block-size 2", "needs a ragged --layout"),
+            (
+                "--strategy full --replicas 2 --world-size 3",
+                "--replicas 2 does not divide the 3 devices",
+            ),
+            (
+                "--strategy full --replicas 0 --device cuda",
+                "--replicas 0 does not divide the 2 devices",
+            ),
+            ("--n-heads 3", "--n-heads is 3, must be a divisor of hidden 128"),
+            ("--n-layers 0", "num_hidden_layers is 0"),
+            ("--hidden 100000000", "hidden_size is 100000000"),
+            ("--dry-run --out run", "--dry-run | --out"),
+            ("--dry-run --steps 3", "--dry-run | --steps"),
+        ],
+    );
 }
 
 /// Returns the cells of the table row that begins with this name.
@@ -324,7 +296,7 @@ fn dry_run_compares_and_writes_nothing() {
     let data = home.path("text.txt");
     let train = ["train", "--data", &data, "--world-size", "3", "--dry-run"];
     let before = support::run::contents(&home.at(""));
-    for keep in ["inputs", "graph", "gathered"] {
+    for keep in ["inputs", "gathered"] {
         let printed = text(&[&train[..], &["--strategy", "full", "--keep", keep]].concat());
         // Predicted and counted calls and bytes are equal.
         let reduced = row(&printed, "reduce_scatter");
@@ -348,15 +320,15 @@ fn dry_run_compares_and_writes_nothing() {
     assert!(run(&["report", &home.path("")]).status.code() == Some(2));
 }
 
-/// A model of 39 million parameters, 151 MiB, and few tokens: the parameters outweigh everything else.
+/// A model of 13 million parameters, 48 MiB, and few tokens: the parameters outweigh everything else.
 #[cfg(target_os = "linux")]
-const LARGE: [&str; 8] =
-    ["--n-layers", "8", "--hidden", "640", "--context", "32", "--max-tokens", "128"];
+const LARGE: &str =
+    "--n-layers 4 --hidden 512 --context 32 --max-tokens 128 --steps 1 --world-size 4 --no-sample";
 
 /// Memory limit of four devices in one process: enough for a sharded model, but not for four full
 /// sets of gradients.
 #[cfg(target_os = "linux")]
-const LIMIT_KIB: u32 = 1_200_000;
+const LIMIT_KIB: u32 = 480_000;
 
 /// Trains the large model on four devices in a process with that limit.
 #[cfg(target_os = "linux")]
@@ -364,8 +336,8 @@ fn train_limited(home: &Home, name: &str, more: &[&str]) -> std::process::Output
     let limit = format!("ulimit -v {LIMIT_KIB}; exec \"$0\" \"$@\"");
     let mut limited = std::process::Command::new("sh");
     limited.args(["-c", &limit, env!("CARGO_BIN_EXE_candle-distributed"), "train"]);
-    limited.args(["--data", &home.path("text.txt"), "--out", &home.path(name), "--steps", "3"]);
-    limited.args(["--world-size", "4"]).args(LARGE).args(more).output().unwrap()
+    limited.args(["--data", &home.path("text.txt"), "--out", &home.path(name)]);
+    limited.args(words(LARGE)).args(more).output().unwrap()
 }
 
 #[cfg(target_os = "linux")]
@@ -387,6 +359,5 @@ fn sharding_trains_oversized_model() {
 
     let trained = train_limited(&home, "parts", &["--strategy", "full"]);
     assert!(trained.status.success(), "{}", said(&trained));
-    assert_eq!(home.losses("parts").len(), 3);
-    assert!(home.losses("parts").iter().all(|loss| loss.is_finite()));
+    assert!(matches!(home.losses("parts")[..], [loss] if loss.is_finite()));
 }

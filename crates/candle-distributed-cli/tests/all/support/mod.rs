@@ -75,6 +75,15 @@ pub(crate) fn rejects(args: &[&str], words: &[&str]) {
     }
 }
 
+/// Checks that a command rejects each of these ends of its line, with messages that contain all parts
+/// between bars.
+pub(crate) fn rejects_each(command: &[&str], cases: &[(&str, &str)]) {
+    for (end, parts) in cases {
+        let end: Vec<&str> = end.split_whitespace().collect();
+        rejects(&[command, &end].concat(), &parts.split('|').map(str::trim).collect::<Vec<_>>());
+    }
+}
+
 /// Returns the words of a command line.
 pub(crate) fn words(line: &str) -> Vec<&str> {
     line.split(' ').collect()
