@@ -48,6 +48,8 @@ pub struct PMap<I, O, F> {
     in_axes: Specs,
     out_axes: Specs,
     uneven: Uneven,
+    /// Whether each process passes its own part of the arguments.
+    has_local_arguments: bool,
     /// Whether to skip the comparison of replicated results.
     trust: bool,
     seed: Seed,
@@ -149,6 +151,7 @@ where
             in_axes: Specs::first_and_rest(P::shard(0, ALL), P::replicate()),
             out_axes: P::shard(0, ALL).into(),
             uneven: Uneven::default(),
+            has_local_arguments: false,
             trust: false,
             seed: Seed::new(0),
             calls: AtomicU64::new(0),
@@ -215,6 +218,18 @@ where
     #[must_use]
     pub fn uneven(self, uneven: Uneven) -> Self {
         Self { uneven, ..self }
+    }
+
+    /// Makes each process pass its own part of the arguments, which is cut over the slots of this
+    /// process; the whole arguments are the parts of all processes in rank order. By default every
+    /// process passes the whole arguments. In a single process this changes nothing.
+    ///
+    /// Parts may have different numbers of rows, which [`Replica::weight`] and
+    /// [`Replica::batch_keys`] account for. An argument is cut along all axes or replicated.
+    #[must_use]
+    #[doc(alias = "make_array_from_process_local_data")]
+    pub fn local_arguments(self) -> Self {
+        Self { has_local_arguments: true, ..self }
     }
 
     /// Returns the first device's replicated results without a comparison.
@@ -372,7 +387,11 @@ where
     }
 
     fn shard(&self, arguments: &I) -> Result<Sharded<I>> {
-        Sharded::cut(&self.mesh, arguments, &self.in_axes, self.uneven)
+        let Self { mesh, in_axes, uneven, .. } = self;
+        if self.has_local_arguments {
+            return Sharded::cut_local_part(mesh, arguments, in_axes, *uneven);
+        }
+        Sharded::cut(mesh, arguments, in_axes, *uneven)
     }
 
     /// Returns the step of a call without an explicit step.

@@ -1,17 +1,18 @@
 //! Values that stay sharded on their devices between calls.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use candle_core::Tensor;
 
 use crate::{
     device::to_device::{shard_to_device, synchronize_all},
-    error::{Error, Result, ValueError, fault::Side},
+    error::{Error, ProcessError, Result, ValueError, fault::Side},
+    grid::Topology,
     mesh::DeviceMesh,
     pmap::exchange::{ResultExchange, check_counts},
     spec::{
         FaultList, ResolvedSpec, Specs,
-        cut::{ArgumentCuts, Uneven},
+        cut::{ArgumentCuts, LocalPart, Uneven},
         join::{Comparison, ResultJoin},
         tree::{self, TensorTree},
     },
@@ -79,23 +80,62 @@ impl<T: TensorTree> Sharded<T> {
         specs: &Specs,
         uneven: Uneven,
     ) -> Result<Self> {
-        let topology = mesh.topology();
-        let inputs = tree::leaves(arguments);
-        let mut faults = FaultList::default();
-        let specs = specs.resolve(Side::In, arguments, topology, &mut faults)?;
-        let cuts: Vec<ArgumentCuts> = (inputs.iter().zip(&specs).enumerate())
-            .map(|(index, (input, spec))| {
-                ArgumentCuts::new(index, input, spec, uneven, topology, &mut faults)
-            })
-            .collect();
-        faults.check()?;
-        for (index, input) in inputs.iter().enumerate() {
+        let cuts = plan_cuts(arguments, specs, uneven, mesh.topology())?;
+        Self::from_cuts(mesh, arguments, mesh.local_slots(), cuts)
+    }
+
+    /// Cuts this process's part of the arguments over its slots. Every process makes this call.
+    #[expect(clippy::cast_possible_truncation, reason = "numbers of rows that were `usize`")]
+    pub(super) fn cut_local_part(
+        mesh: &DeviceMesh,
+        arguments: &T,
+        specs: &Specs,
+        uneven: Uneven,
+    ) -> Result<Self> {
+        if !mesh.spans_processes() {
+            return Self::cut(mesh, arguments, specs, uneven);
+        }
+        let n_local = mesh.devices().len();
+        let topology = Topology::new(vec![(DeviceMesh::AXIS.to_owned(), n_local)], n_local)?;
+        let cuts = plan_cuts(arguments, specs, uneven, &topology);
+        // A process whose arguments cannot be cut takes part, so that the others do not wait for it.
+        let n_rows = cuts
+            .as_ref()
+            .map_or(0, |cuts| cuts.iter().find(|cut| !cut.is_uncut()).map_or(0, ArgumentCuts::n_rows));
+        let here = [u64::from(cuts.is_err()), n_rows as u64];
+        let by_slot = mesh.gather_numbers(&vec![here; n_local])?;
+        let cuts = cuts?;
+        if let Some(slot) = by_slot.iter().position(|&[has_failed, _]| has_failed == 1) {
+            let reason = "its part of the arguments cannot be cut".to_owned();
+            return Err(ProcessError::Peer { slot, reason }.into());
+        }
+        // Every process has the same number of slots.
+        let process_rows = by_slot.iter().step_by(n_local).map(|&[_, n_rows]| n_rows as usize);
+        let first_slot = mesh.local_slots().start;
+        let part = LocalPart {
+            first_slot,
+            n_slots: mesh.len(),
+            start: process_rows.clone().take(first_slot / n_local).sum(),
+            total: process_rows.sum(),
+        };
+        let cuts = cuts.into_iter().map(|cut| cut.with_local_part(part)).collect();
+        Self::from_cuts(mesh, arguments, 0..n_local, cuts)
+    }
+
+    /// Returns the shards of some slots.
+    fn from_cuts(
+        mesh: &DeviceMesh,
+        arguments: &T,
+        slots: Range<usize>,
+        cuts: Vec<ArgumentCuts>,
+    ) -> Result<Self> {
+        for (index, input) in tree::leaves(arguments).iter().enumerate() {
             // Wait until the argument is computed, since the streams of other threads would not
             // wait.
             synchronize_all(input.device()).map_err(Error::shard(index))?;
         }
-        let mut shards = Vec::with_capacity(mesh.devices().len());
-        for slot in mesh.local_slots() {
+        let mut shards = Vec::with_capacity(slots.len());
+        for slot in slots {
             shards.push(tree::try_map_indexed(arguments, |index, input| {
                 cuts[index].shard(input, slot).map_err(Error::shard(index))
             })?);
@@ -209,4 +249,22 @@ struct JoinInputs<'a> {
 /// Returns tensor number `index` of each list.
 fn tensors_at(lists: &[Vec<Tensor>], index: usize) -> Vec<Tensor> {
     lists.iter().map(|list| list[index].clone()).collect()
+}
+
+/// Plans the cut of each argument over the slots of a topology.
+fn plan_cuts(
+    arguments: &impl TensorTree,
+    specs: &Specs,
+    uneven: Uneven,
+    topology: &Topology,
+) -> Result<Vec<ArgumentCuts>> {
+    let mut faults = FaultList::default();
+    let specs = specs.resolve(Side::In, arguments, topology, &mut faults)?;
+    let inputs = tree::leaves(arguments);
+    let mut cuts = Vec::with_capacity(inputs.len());
+    for (index, (input, spec)) in inputs.iter().zip(&specs).enumerate() {
+        cuts.push(ArgumentCuts::new(index, input, spec, uneven, topology, &mut faults));
+    }
+    faults.check()?;
+    Ok(cuts)
 }

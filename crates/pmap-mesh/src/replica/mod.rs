@@ -146,6 +146,13 @@ impl Replica {
         self.0.real_rows.map(|rows| rows.len)
     }
 
+    /// Returns the number of rows in the replica's shard, including padding, like
+    /// [`valid_len`](Self::valid_len).
+    #[doc(hidden)]
+    pub fn padded_len(&self) -> Option<usize> {
+        self.0.real_rows.map(|rows| rows.padded_len)
+    }
+
     /// Returns the fraction of the batch in this shard, times the number of shards: 1 if all shards
     /// are equal.
     ///

@@ -125,10 +125,28 @@ impl DimSplit {
     }
 }
 
-/// The checked cuts of one argument, in order: pairs of a dimension and its division along a set of
-/// axes. A dimension may be cut again along other axes.
+/// The checked cuts of one argument.
 #[derive(Debug)]
-pub(crate) struct ArgumentCuts(Vec<(usize, DimSplit)>);
+pub(crate) struct ArgumentCuts {
+    /// Pairs of a dimension and its division along a set of axes, in order. A dimension may be cut
+    /// again along other axes.
+    splits: Vec<(usize, DimSplit)>,
+    /// The place of this process's argument in the whole argument, if each process has its own part.
+    local: Option<LocalPart>,
+}
+
+/// The place of a process's part in an argument that is spread over the processes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LocalPart {
+    /// The first slot of the process.
+    pub(crate) first_slot: usize,
+    /// The number of slots of all processes.
+    pub(crate) n_slots: usize,
+    /// The number of rows in earlier processes.
+    pub(crate) start: usize,
+    /// The number of rows in all processes.
+    pub(crate) total: usize,
+}
 
 impl ArgumentCuts {
     /// Plans the cuts of argument number `index`, and adds faults to `faults`.
@@ -140,7 +158,7 @@ impl ArgumentCuts {
         topology: &Topology,
         faults: &mut FaultList,
     ) -> Self {
-        let mut cuts = Self(Vec::with_capacity(spec.len()));
+        let mut cuts = Self { splits: Vec::with_capacity(spec.len()), local: None };
         for &(axes, treatment) in spec {
             // Other treatments of an argument are faults that `resolve` has recorded.
             let Treatment::Shard(dim) = treatment else { continue };
@@ -155,36 +173,50 @@ impl ArgumentCuts {
             if let Some(fault) = find_fault(index, input, dim, earlier, &split) {
                 faults.add(fault);
             }
-            cuts.0.push((dim, split));
+            cuts.splits.push((dim, split));
         }
         cuts
     }
 
+    /// Returns these cuts for a process's part of an argument. Slots then count from 0 in
+    /// [`shard`](Self::shard), and over all processes in [`real_rows`](Self::real_rows).
+    pub(crate) fn with_local_part(self, part: LocalPart) -> Self {
+        Self { local: Some(part), ..self }
+    }
+
+    /// Returns the size of the dimension that is cut first; 0 if no dimension is cut.
+    pub(crate) fn n_rows(&self) -> usize {
+        self.splits.first().map_or(0, |(_, split)| split.total)
+    }
+
     /// Returns the cuts of a dimension, in order.
     fn splits_of_dim(&self, dim: usize) -> impl Iterator<Item = &DimSplit> {
-        self.0.iter().filter(move |(cut_dim, _)| *cut_dim == dim).map(|(_, split)| split)
+        self.splits.iter().filter(move |(cut_dim, _)| *cut_dim == dim).map(|(_, split)| split)
     }
 
     /// Returns true if no dimension is cut.
     pub(crate) fn is_uncut(&self) -> bool {
-        self.0.is_empty()
+        self.splits.is_empty()
     }
 
     /// Returns the real rows of a slot's shard in the dimension that is cut first, after all cuts
     /// of this dimension; `None` if no dimension is cut.
     pub(crate) fn real_rows(&self, slot: usize) -> Option<RealRows> {
-        let (dim, first_split) = self.0.first()?;
-        let last = self.0.iter().rposition(|(cut_dim, _)| cut_dim == dim)?;
+        let (dim, first_split) = self.splits.first()?;
+        let last = self.splits.iter().rposition(|(cut_dim, _)| cut_dim == dim)?;
         let parts = self.splits_of_dim(*dim).map(|split| split.parts).product();
+        let whole = LocalPart { first_slot: 0, n_slots: parts, start: 0, total: first_split.total };
+        let LocalPart { first_slot, n_slots, start, total } = self.local.unwrap_or(whole);
+        let slot = slot - first_slot;
         let rows = self.rows_after(last, slot);
-        let last_split = &self.0[last].1;
+        let last_split = &self.splits[last].1;
         Some(RealRows {
             dim: *dim,
-            start: rows.start,
+            start: start + rows.start,
             len: rows.len(),
             padded_len: last_split.size(last_split.rank(slot)),
-            total: first_split.total,
-            parts,
+            total,
+            parts: n_slots,
         })
     }
 
@@ -196,8 +228,12 @@ impl ArgumentCuts {
         axes: AxisSet,
         slot: usize,
     ) -> candle_core::Result<Tensor> {
+        if self.local.is_some() {
+            // A result of all slots has no padding that these cuts know.
+            return Ok(result.clone());
+        }
         let size = result.dims()[dim];
-        for (number, (_, split)) in self.0.iter().enumerate() {
+        for (number, (_, split)) in self.splits.iter().enumerate() {
             if split.axes == axes && split.uneven == Uneven::Pad && size == split.padded_len() {
                 return result.narrow(dim, 0, self.rows_after(number, slot).len());
             }
@@ -208,8 +244,8 @@ impl ArgumentCuts {
     /// Returns the rows of the full tensor that a slot has after cut number `number` and all
     /// earlier cuts of the same dimension, without padding.
     fn rows_after(&self, number: usize, slot: usize) -> Range<usize> {
-        let (dim, split) = &self.0[number];
-        let parent = match self.0[..number].iter().rposition(|(cut_dim, _)| cut_dim == dim) {
+        let (dim, split) = &self.splits[number];
+        let parent = match self.splits[..number].iter().rposition(|(cut_dim, _)| cut_dim == dim) {
             Some(earlier) => self.rows_after(earlier, slot),
             None => 0..split.total,
         };
@@ -220,7 +256,7 @@ impl ArgumentCuts {
     /// Returns the shard of a slot.
     pub(crate) fn shard(&self, input: &Tensor, slot: usize) -> candle_core::Result<Tensor> {
         let mut shard = input.clone();
-        for (dim, split) in &self.0 {
+        for (dim, split) in &self.splits {
             shard = split.narrow(&shard, *dim, split.rank(slot))?;
         }
         Ok(shard)
