@@ -146,9 +146,8 @@ pub(crate) fn train(
     while model.steps() < last {
         for item in prefetch(steps.with_states()).threads(1).map(collate.clone())? {
             let (batch, tensors, state) = item?;
-            let rate = RATE * schedule().factor(model.steps());
             let done = model.step(tensors, loss)?;
-            let metrics = StepMetrics::from_step(model.steps() - 1, &done).learning_rate(rate);
+            let metrics = StepMetrics::from_step(model.steps() - 1, &done);
             let metrics = metrics.epoch(state.epoch.as_u64());
             let sequences = batch.len() as u64;
             log.write(metrics.batch(sequences, batch.real_tokens, batch.padded_tokens()))?;

@@ -132,9 +132,7 @@ const QUANTITIES: [Quantity; 4] = [
         name: "learning rate",
         from_zero: true,
         has_held_out: false,
-        ratio: |step| {
-            Some(step.metrics.learning_rate).filter(|rate| *rate > 0.0).map(Ratio::single)
-        },
+        ratio: |step| step.metrics.learning_rate.filter(|rate| *rate > 0.0).map(Ratio::single),
     },
     Quantity {
         name: "gradient norm",

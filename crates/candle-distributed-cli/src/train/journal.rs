@@ -98,8 +98,8 @@ impl Journal {
         self.bar.set_message(status.clone());
         self.bar.inc(1);
         if self.ends_line(step.step + 1) {
-            let line =
-                format!("step {} of {}, epoch {}, {status}", step.step + 1, self.steps, step.epoch);
+            let epoch = step.epoch.map_or(String::new(), |epoch| format!("epoch {epoch}, "));
+            let line = format!("step {} of {}, {epoch}{status}", step.step + 1, self.steps);
             self.bar.suspend(|| output::message(|out| writeln!(out, "{line}")));
         }
     }

@@ -39,7 +39,7 @@ use crate::{
 ///     let done = model.step(x, |_: &Replica, model: &candle_nn::Linear, x: Tensor| {
 ///         model.forward(&x)?.sqr()?.mean_all()
 ///     })?;
-///     log.write(StepMetrics::from_step(step, &done).learning_rate(1e-3))?;
+///     log.write(StepMetrics::from_step(step, &done))?;
 /// }
 /// let metrics = Metrics::read(&path)?;
 /// assert_eq!(metrics.steps().len(), 5);

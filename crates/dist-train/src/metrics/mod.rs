@@ -9,7 +9,7 @@ use crate::step::rules::Step;
 
 /// The metrics of one step, one line of a [log](crate::MetricsLog).
 ///
-/// Every line has all fields that are not optional. Readers ignore unknown fields.
+/// A line omits the numbers that the program does not know. Readers ignore unknown fields.
 ///
 /// # Examples
 ///
@@ -30,17 +30,22 @@ pub struct StepMetrics {
     /// The step, from 0.
     pub step: u64,
     /// The epoch, from 0.
-    pub epoch: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<u64>,
     /// The mean loss, in single precision; a non-finite loss is NaN here and `null` in JSON.
     #[serde(deserialize_with = "number")]
     pub loss: f32,
     /// The learning rate.
-    pub learning_rate: f64,
-    /// Number of sequences in the batch, over all devices.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub learning_rate: Option<f64>,
+    /// Number of sequences in the batch, over all devices; 0 if it is not known.
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub sequences: u64,
-    /// Number of tokens in these sequences.
+    /// Number of tokens in these sequences; 0 if it is not known.
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub real_tokens: u64,
-    /// Number of tokens including padding.
+    /// Number of tokens including padding; 0 if it is not known.
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub padded_tokens: u64,
     /// Seconds from the start of the session to the end of the step.
     pub seconds: f64,
@@ -60,14 +65,20 @@ fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f32, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f32::NAN))
 }
 
+/// Returns true if a count is not known, and therefore is not written.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(count: &u64) -> bool {
+    *count == 0
+}
+
 impl StepMetrics {
-    /// Creates the metrics of step `step`, counted from 0; all other fields are 0 or `None`.
+    /// Creates the metrics of step `step`, counted from 0; all other fields are not known.
     pub fn new(step: u64, loss: f32) -> Self {
         Self {
             step,
-            epoch: 0,
+            epoch: None,
             loss,
-            learning_rate: 0.0,
+            learning_rate: None,
             sequences: 0,
             real_tokens: 0,
             padded_tokens: 0,
@@ -78,24 +89,25 @@ impl StepMetrics {
         }
     }
 
-    /// Creates the metrics of step `step`, counted from 0, with the loss, gradient norm and weight
-    /// that the model returned.
+    /// Creates the metrics of step `step`, counted from 0, with the loss, learning rate, gradient
+    /// norm and weight that the model returned.
     #[expect(clippy::cast_possible_truncation, reason = "metrics store losses in single precision")]
     pub fn from_step<A>(step: u64, done: &Step<A>) -> Self {
         let (grad_norm, weight) = (Some(done.grad_norm), Some(done.weight));
-        Self { grad_norm, weight, ..Self::new(step, done.loss as f32) }
+        let metrics = Self::new(step, done.loss as f32).learning_rate(done.learning_rate);
+        Self { grad_norm, weight, ..metrics }
     }
 
     /// Sets the epoch, from 0.
     #[must_use]
     pub fn epoch(self, epoch: u64) -> Self {
-        Self { epoch, ..self }
+        Self { epoch: Some(epoch), ..self }
     }
 
     /// Sets the learning rate.
     #[must_use]
     pub fn learning_rate(self, learning_rate: f64) -> Self {
-        Self { learning_rate, ..self }
+        Self { learning_rate: Some(learning_rate), ..self }
     }
 
     /// Sets the number of sequences and tokens in the batch; `real_tokens` excludes padding.

@@ -79,7 +79,7 @@ impl Metrics {
         Self::read_lines(text).expect("memory can be read")
     }
 
-    /// Reads the steps line by line, so that the memory is that of the steps alone.
+    /// Reads the steps line by line, so that it needs memory for the steps only.
     ///
     /// A line is [damaged](Self::damaged) if it is not a step, or if its step number does not fit
     /// between its neighbors. A truncated last line is ignored instead, because a killed run may
@@ -257,7 +257,8 @@ mod tests {
     #[test]
     fn lines_round_trip() {
         let all = LINE.replace('}', r#","grad_norm":0.5,"weight":12.0,"peak_bytes":4096}"#);
-        for line in [LINE, &all, &LINE.replace("2.1", "null")] {
+        let few = r#"{"step":7,"loss":2.1,"seconds":1.25}"#;
+        for line in [LINE, few, &all, &LINE.replace("2.1", "null")] {
             let metrics = Metrics::parse(line.as_bytes());
             assert_eq!(serde_json::to_string(&metrics.steps()[0]).unwrap(), *line);
         }

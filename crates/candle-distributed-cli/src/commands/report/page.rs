@@ -118,7 +118,12 @@ pub(super) fn summary_figures(facts: &RunFacts) -> Option<[SummaryFigure; 6]> {
 }
 
 fn epochs_text(last: &StepMetrics) -> String {
-    format!("read, {} started", HumanCount(u128::from(last.epoch) + 1).with_noun("epoch"))
+    match last.epoch {
+        Some(epoch) => {
+            format!("read, {} started", HumanCount(u128::from(epoch) + 1).with_noun("epoch"))
+        }
+        None => "read".to_owned(),
+    }
 }
 
 /// Formats seconds in a readable unit.
