@@ -24,15 +24,15 @@ fn check(cases: u64, dtype: DType, tolerance: f64) {
 
 #[test]
 fn f64_models_match_one_device() {
-    check(40, DType::F64, 1e-11);
+    check(20, DType::F64, 1e-11);
 }
 
-/// Losses and parameters of sharded models equal those of replicated ones: to the bit, or up to
-/// rounding with tied layers, clipping or accumulated batches.
+/// Losses and parameters of sharded models, with any `Keep`, equal the losses and parameters of replicated models: to
+/// the bit, or up to rounding with tied layers, clipping or accumulated batches.
 #[test]
 fn sharded_models_match_replicated_models() {
     let n_cases = std::env::var(RANDOM_MODELS).ok().and_then(|number| number.parse().ok());
-    let n_cases = n_cases.unwrap_or(75);
+    let n_cases = n_cases.unwrap_or(48);
     let mut n_equal = 0;
     for slots in 1..=4 {
         let mesh = DeviceMesh::builder().axis("rows", slots).pin(false).cpu().unwrap();
@@ -42,7 +42,7 @@ fn sharded_models_match_replicated_models() {
                     [seed as usize % 4];
             let case = Case::new((1 << 32) + seed * 4 + slots as u64, slots, dtype);
             let case = if seed % 8 < 4 { case.with_equal_bits() } else { case };
-            let name = format!("{dtype:?} case {seed} on {slots} slots");
+            let name = format!("{dtype:?} case {seed} on {slots} slots, {:?}", case.keep);
             let [sharded, replicated] = [true, false].map(|sharded| case.by_units(&mesh, sharded));
             if case.has_equal_bits() {
                 n_equal += 1;
@@ -59,6 +59,6 @@ fn sharded_models_match_replicated_models() {
 /// bf16 has 8 bits of precision, and dozens of operations round to it.
 #[test]
 fn half_precision_models_match_one_device() {
-    check(16, DType::F16, 2e-2);
-    check(16, DType::BF16, 1e-1);
+    check(8, DType::F16, 2e-2);
+    check(8, DType::BF16, 1e-1);
 }

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore};
 use candle_nn::{Linear, Module, Optimizer, VarBuilder, VarMap, linear, linear_no_bias};
 use core_types::Seed;
-use dist_train::{DataParallel, Loss, ModelBuilder, ParamsSgd, Sgd, UnitRules, Units};
+use dist_train::{DataParallel, Keep, Loss, ModelBuilder, ParamsSgd, Sgd, UnitRules, Units};
 use pmap_mesh::{DeviceMesh, Replica, Uneven};
 
 const WIDTH: usize = 4;
@@ -50,6 +50,7 @@ pub(crate) struct Case {
     weighted: bool,
     uneven: Uneven,
     max_norm: Option<f64>,
+    pub(crate) keep: Keep,
     /// The batches of each update; all but the last are accumulated.
     updates: Vec<Vec<WeightedBatch>>,
 }
@@ -114,6 +115,7 @@ impl Case {
             has_unused: draw.coin(),
             has_own: draw.coin(),
             weighted: draw.coin(),
+            keep: [Keep::Inputs, Keep::Graph, Keep::Gathered][draw.below(3) as usize],
             max_norm: draw.coin().then(|| 0.01 + draw.below(100) as f64 / 100.0),
         }
     }
@@ -155,7 +157,7 @@ impl Case {
     pub(crate) fn by_units(&self, mesh: &DeviceMesh, is_sharded: bool) -> Vec<f64> {
         let model = |vb: VarBuilder<'_>| self.model(vb);
         let builder = DataParallel::builder(mesh, model).by_units(UnitRules::new());
-        let builder = if is_sharded { builder.fully_shard() } else { builder };
+        let builder = if is_sharded { builder.fully_shard().keep(self.keep) } else { builder };
         self.train(self.configure(builder), |ctx, model: &Units, (x, weights)| {
             let (form, mut x) = (self.form, x);
             for &name in &self.layers {

@@ -89,14 +89,12 @@ fn numbered(declared: &Declared, items: Range<usize>) -> Result<Tensor> {
 
 #[test]
 fn initial_values_equal_the_whole_model() {
-    for slots in [1, 3] {
-        let mesh = DeviceMesh::cpu(slots).unwrap();
-        let whole = data_parallel(&mesh).init_with(numbered).build(adam).unwrap();
-        let whole = whole.parameters().unwrap().into_iter();
-        let expected = whole.map(|(name, value)| (name, bits(&value))).collect();
-        for (name, strategy) in strategies() {
-            let builder = sharded(&mesh).strategy(strategy).init_with(numbered);
-            assert_eq!(parameters(&builder.build(adam).unwrap()), expected, "{name}");
-        }
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    let whole = data_parallel(&mesh).init_with(numbered).build(adam).unwrap();
+    let whole = whole.parameters().unwrap().into_iter();
+    let expected = whole.map(|(name, value)| (name, bits(&value))).collect();
+    for (name, strategy) in strategies() {
+        let builder = sharded(&mesh).strategy(strategy).init_with(numbered);
+        assert_eq!(parameters(&builder.build(adam).unwrap()), expected, "{name}");
     }
 }

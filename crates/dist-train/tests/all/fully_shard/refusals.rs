@@ -10,7 +10,7 @@ use fsdp_plan::strategy::{Choice, Full, Hybrid, Layout, ShardingStrategy};
 use pmap_mesh::{CollectiveError, DeviceMesh, Replica};
 
 use super::model::{KEEPS, adam, batch, loss, sharded};
-use crate::support::{input, layers, refused, saved};
+use crate::support::{LAYOUTS, input, layers, refused, replicated, saved};
 
 fn cannot_build(build: impl Fn(VarBuilder<'_>) -> Result<()>) -> ShardingError {
     let mesh = DeviceMesh::cpu(2).unwrap();
@@ -43,7 +43,8 @@ fn unfit_plans_are_rejected() {
     };
     assert_eq!(with(&two).unwrap(), plan);
     let three = with(&DeviceMesh::cpu(3).unwrap());
-    assert_eq!(three.unwrap_err(), ShardingError::World { ranks: 2, slots: 3 });
+    let reason = "it is for 2 ranks, but the mesh has 3 slots".to_owned();
+    assert_eq!(three.unwrap_err(), ShardingError::PlanMismatch { reason });
     let whole = FullyShard::builder(&two, layers::<2>).plan(plan.clone()).build(adam);
     let Err(Error::Sharding(ShardingError::PlanMismatch { reason })) = whole else { panic!() };
     assert_eq!(reason, "it has no parameter 0.bias");
@@ -65,6 +66,20 @@ fn unknown_units_are_named() {
     let expected = TrainingError::UnknownUnit { unit: "2".to_owned(), units };
     assert_eq!(refused(model.step(input(4), missing)), expected);
     assert_eq!(refused(model.evaluate(input(4), missing)), expected);
+}
+
+#[test]
+fn missing_parameters_are_named_with_their_unit() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    for layout in LAYOUTS {
+        let mut model = layout(replicated(&mesh)).build(adam).unwrap();
+        let misspelled = |_: &Replica, model: &Units, x: Tensor| {
+            model.unit("1", &x, |vb, x| linear(3, 3, vb.pp("a"))?.forward(x))?.mean_all()
+        };
+        let error = model.step(input(4), misspelled).unwrap_err().to_string();
+        assert!(error.contains("cannot find tensor a.weight"), "{error}");
+        assert!(error.contains("unit 1 has the parameters bias, weight"), "{error}");
+    }
 }
 
 #[test]

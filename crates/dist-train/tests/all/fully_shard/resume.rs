@@ -18,7 +18,8 @@ fn stepped(model: &mut DistributedModel<Units, AdamW>, steps: std::ops::Range<us
 #[test]
 fn checkpoints_load_under_every_plan() {
     let (two, three) = (DeviceMesh::cpu(2).unwrap(), DeviceMesh::cpu(3).unwrap());
-    let mut first = sharded(&two).build(adam).unwrap();
+    // With an optimizer for each unit, whose state is written by parameter.
+    let mut first = sharded(&two).optimizer_in_backward().build(adam).unwrap();
     stepped(&mut first, 0..3);
     let written = parameters(&first);
     let checkpoint = saved(&two, &first);
@@ -41,7 +42,7 @@ fn checkpoints_load_under_every_plan() {
     let mut whole = data_parallel(&two).build(adam).unwrap();
     whole.load(&by_three).unwrap();
     let by_whole = saved(&two, &whole);
-    let mut back = sharded(&two).build(adam).unwrap();
+    let mut back = sharded(&two).optimizer_in_backward().build(adam).unwrap();
     back.load(&by_whole).unwrap();
     assert_eq!(stepped(&mut back, 3..6), expected);
     assert_eq!(parameters(&back), parameters(&first));

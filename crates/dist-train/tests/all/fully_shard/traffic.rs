@@ -62,13 +62,13 @@ fn check(step: &[Traffic], schedule: &Schedule<'_>, trained: usize, what: &str) 
 
 #[test]
 fn every_strategy_matches_its_schedule() {
-    for slots in 1..5 {
+    for slots in [1, 3] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         for (name, strategy) in strategies() {
             check_every_keep(&mesh, strategy, name);
         }
     }
-    for (replicas, shards) in [(2, 2), (1, 2), (3, 1)] {
+    for (replicas, shards) in [(2, 2), (3, 1)] {
         let builder = DeviceMesh::builder().axis("replicas", replicas).axis("shards", shards);
         let mesh = builder.cpu().unwrap();
         for (name, strategy) in strategies() {
