@@ -15,7 +15,7 @@
 
 #![allow(clippy::print_stdout, reason = "an example prints its results")]
 
-use std::error::Error;
+use std::{error::Error, process};
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{
@@ -34,7 +34,14 @@ const MAX_NORM: f64 = 1.0;
 
 type Batch = (Tensor, Tensor);
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() {
+    if let Err(error) = run() {
+        eprintln!("error: {error}");
+        process::exit(1);
+    }
+}
+
+fn run() -> Result<(), Box<dyn Error>> {
     pmap_mesh::init_threads(2)?;
     let data = data_set()?;
     let one = train(1, &data)?;
