@@ -1,7 +1,9 @@
-//! The shapes of a batch, for the error messages of losses.
+//! Shapes of a batch, for the error messages of losses, and fingerprints of batches.
 
 use std::fmt;
 
+use candle_core::{Device, Tensor};
+use core_types::{Fingerprint, Seed};
 use pmap_mesh::TensorTree;
 
 use crate::tree;
@@ -45,6 +47,42 @@ impl fmt::Display for ShardShapes {
         }
         Ok(())
     }
+}
+
+/// The largest number of items of a tensor that a [`fingerprint`] reads. Batches of different rows
+/// differ in nearly all of them.
+const MAX_SAMPLES: usize = 1024;
+
+/// Returns a fingerprint of the shapes and dtypes in a batch, and of values in memory: an integer of
+/// 52 bits, which every engine transfers exactly as a number.
+///
+/// Of a large tensor it reads [`MAX_SAMPLES`] items at random positions, because positions at equal
+/// distances may all be in one column of a table. Values on a GPU are not read.
+pub(crate) fn fingerprint(batch: &impl TensorTree) -> candle_core::Result<f64> {
+    let mut fingerprint = Fingerprint::new();
+    for leaf in tree::each(batch, Tensor::clone) {
+        fingerprint.write_bytes(leaf.dtype().as_str().as_bytes());
+        fingerprint.extend(leaf.dims().iter().map(|&size| size as u64));
+        if leaf.device().is_cpu() {
+            let mut bytes = Vec::new();
+            samples(&leaf)?.write_bytes(&mut bytes)?;
+            fingerprint.write_bytes(&bytes);
+        }
+    }
+    Ok((fingerprint.finish() >> 12) as f64)
+}
+
+/// Returns all items of a tensor, or a sample of them, as a contiguous list.
+fn samples(tensor: &Tensor) -> candle_core::Result<Tensor> {
+    let items = tensor.detach().flatten_all()?;
+    if items.elem_count() <= MAX_SAMPLES {
+        return items.force_contiguous();
+    }
+    let n_items = items.elem_count() as u64;
+    let positions =
+        (0..MAX_SAMPLES as u64).map(|n| Seed::new(n_items).derive(n).as_u64() % n_items);
+    let positions: Vec<i64> = positions.map(u64::cast_signed).collect();
+    items.index_select(&Tensor::new(positions, &Device::Cpu)?, 0)
 }
 
 fn shapes(tree: &impl TensorTree) -> Vec<Vec<usize>> {

@@ -14,7 +14,7 @@ use pmap_mesh::{ALL, DeviceMesh, Replica, Specs, TensorTree, Uneven};
 
 use crate::{
     agreement,
-    batch::BatchShapes,
+    batch::{self, BatchShapes},
     error::{
         Doing, Result,
         training::{StepErrors, TrainingError},
@@ -133,6 +133,9 @@ impl<I: TensorTree> ValueAndGrad<I> {
         // Every process gets the sums of all parameters, divided among its own slots.
         let owned = Arc::new(divide(&sizes, self.mesh.devices().len()));
         let outcome: Arc<(StepErrors, OnceLock<f64>)> = Arc::default();
+        let is_compared = self.mesh.spans_processes();
+        let fingerprint = is_compared.then(|| batch::fingerprint(&batch)).transpose();
+        let fingerprint = fingerprint.doing("reading a batch")?;
         let step = self.mesh.pmap({
             let shapes = BatchShapes::new(&batch);
             let loss = Arc::clone(&self.loss);
@@ -143,7 +146,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
             move |ctx, shard: I| {
                 let (errors, mean) = &*outcome;
                 let loss = shapes.explain(shard, |shard| loss(ctx, shard))?;
-                let (mut shard_loss, ()) = loss.into_shard(ctx)?;
+                let (mut shard_loss, _) = loss.of_batch(fingerprint).into_shard(ctx)?;
                 let sums = shard_loss.agree(ctx, allow, errors).and_then(|batch_loss| {
                     let weight = batch_loss.with_weight(errors)?.weight();
                     mean.get_or_init(|| batch_loss.mean());
@@ -202,8 +205,8 @@ impl<I> fmt::Debug for ValueAndGrad<I> {
 }
 
 /// Differentiates a shard's sum divided by `scale`. Returns the gradient of each variable, or
-/// `None` if the loss does not depend on the variable. Half-precision gradients are returned in
-/// single precision, in which they are accumulated. `halves` states whether any variable of the
+/// `None` if the loss does not depend on the variable. Half-precision gradients stay in single
+/// precision. `halves` states whether any variable of the
 /// model, even a frozen variable, has half precision.
 ///
 /// The graph of the forward pass is freed before the gradients are reduced.
@@ -254,7 +257,7 @@ fn finite_or_zeros(gradient: Tensor) -> candle_core::Result<Tensor> {
     if sum.is_finite() { Ok(gradient) } else { gradient.zeros_like() }
 }
 
-/// Converts a gradient to the dtype in which gradients of its dtype are accumulated.
+/// Converts a gradient to its accumulation dtype.
 pub(crate) fn widen(gradient: &Tensor) -> candle_core::Result<Tensor> {
     gradient.to_dtype(widened_dtype(gradient.dtype()))
 }

@@ -19,7 +19,8 @@ use crate::{
 /// |---|---|
 /// | a tensor, or [`Loss::mean`] | a mean over the rows of the shard, weighted by their number |
 /// | [`Loss::sum`] | a sum, for example over tokens, and their number |
-/// | either [`with`](Self::with) others | tensors summed over the slots, such as counts of correct predictions |
+/// | either, [`with_sums`](Self::with_sums) | and tensors to add up over the slots, such as counts of correct predictions |
+/// | either, [`with_rows`](Self::with_rows) | and tensors with a row for each row of the shard, such as predictions, to join |
 ///
 /// Rows of padding ([`Uneven::Pad`](pmap_mesh::Uneven::Pad)) have no weight: a mean must cover the
 /// first [`Replica::valid_len`] rows only. The loss of a shard without weight is ignored for any
@@ -41,7 +42,7 @@ use crate::{
 ///     let picked = log_softmax(logits, D::Minus1)?.gather(&labels.unsqueeze(2)?, 2)?.squeeze(2)?;
 ///     let right = logits.argmax(D::Minus1)?.eq(labels)?.to_dtype(DType::F32)?;
 ///     let sum = (picked * mask)?.sum_all()?.neg()?;
-///     Ok(Loss::sum(sum, mask.sum_all()?).with((right * mask)?.sum_all()?))
+///     Ok(Loss::sum(sum, mask.sum_all()?).with_sums((right * mask)?.sum_all()?))
 /// }
 /// ```
 #[derive(Clone, Debug)]
@@ -49,7 +50,25 @@ use crate::{
 pub struct Loss<A = ()> {
     value: Tensor,
     weight: Weight,
-    aux: A,
+    attached: Attached<A>,
+    /// The [fingerprint](crate::batch::fingerprint) of the batch that this process passed, if other
+    /// processes must have passed the same batch.
+    batch: Option<f64>,
+}
+
+/// Tensors attached to a loss.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Attached<A> {
+    pub(crate) aux: A,
+    join: Join,
+}
+
+/// The rule that joins attached tensors of several slots or batches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Join {
+    Sum,
+    /// Concatenates rows, in the order of batches and slots.
+    Rows,
 }
 
 /// The weight of a sum: a number, or a scalar tensor of any dtype. See [`Loss::sum`].
@@ -67,7 +86,7 @@ enum WeightKind {
 impl Loss {
     /// Creates a loss from the mean over the rows of the shard, a floating-point scalar.
     pub fn mean(mean: Tensor) -> Self {
-        Self { value: mean, weight: Weight(WeightKind::Rows), aux: () }
+        Self::sum(mean, Weight(WeightKind::Rows))
     }
 
     /// Creates a loss from a sum, a floating-point scalar, and the number of its summands, such as
@@ -76,17 +95,64 @@ impl Loss {
     /// Weights must be finite and not negative. At least one weight of an update or evaluation must
     /// be positive; an accumulated batch without weight adds nothing.
     pub fn sum(sum: Tensor, weight: impl Into<Weight>) -> Self {
-        Self { value: sum, weight: weight.into(), aux: () }
+        let attached = Attached { aux: (), join: Join::Sum };
+        Self { value: sum, weight: weight.into(), attached, batch: None }
     }
 }
 
 impl<A> Loss<A> {
-    /// Attaches tensors that are not part of the loss, replacing earlier ones. They are summed over
-    /// the slots and over accumulated batches, and no gradient flows through them.
+    /// Attaches tensors to add up over the slots and over accumulated batches, such as counts,
+    /// replacing other attached tensors. No gradient flows through them.
     ///
     /// All slots must attach tensors of the same dtypes and shapes.
-    pub fn with<B: TensorTree>(self, aux: B) -> Loss<B> {
-        Loss { value: self.value, weight: self.weight, aux }
+    #[doc(alias = "reduce")]
+    pub fn with_sums<B: TensorTree>(self, aux: B) -> Loss<B> {
+        self.attach(aux, Join::Sum)
+    }
+
+    /// Attaches tensors with a row for each row of the shard, such as predictions, replacing other
+    /// attached tensors. No gradient flows through them. The result has the rows of the whole batch
+    /// in their order: rows of all slots are joined in dimension 0, without
+    /// [padding](pmap_mesh::Uneven::Pad), and likewise the rows of accumulated batches.
+    ///
+    /// A tensor with another number of rows than the shard is an error
+    /// ([`TrainingError::AttachedRows`]).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_nn::{Linear, Module, Optimizer, SGD, linear};
+    /// use dist_train::{DataParallel, Loss};
+    /// use pmap_mesh::{DeviceMesh, Replica, Uneven};
+    ///
+    /// let mut model = DataParallel::builder(&DeviceMesh::cpu(2)?, |vb| linear(3, 1, vb))
+    ///     .uneven(Uneven::Balanced)
+    ///     .build(|group| SGD::new(group.vars, 0.1))?;
+    /// let x = Tensor::zeros((5, 3), candle_core::DType::F32, &Device::Cpu)?;
+    /// let labels = Tensor::arange(0_f32, 5., &Device::Cpu)?;
+    /// let done = model.evaluate((x, labels), |_: &Replica, model: &Linear, (x, labels): (Tensor, Tensor)| {
+    ///     let logits = model.forward(&x)?;
+    ///     Ok(Loss::mean((logits.squeeze(1)? - &labels)?.sqr()?.mean_all()?).with_rows((logits, labels)))
+    /// })?;
+    /// let (logits, labels) = done.aux;
+    /// assert_eq!(logits.dims(), [5, 1]);
+    /// assert_eq!(labels.to_vec1::<f32>()?, [0., 1., 2., 3., 4.]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[doc(alias = "gather_for_metrics")]
+    pub fn with_rows<B: TensorTree>(self, aux: B) -> Loss<B> {
+        self.attach(aux, Join::Rows)
+    }
+
+    fn attach<B>(self, aux: B, join: Join) -> Loss<B> {
+        let Self { value, weight, batch, .. } = self;
+        Loss { value, weight, attached: Attached { aux, join }, batch }
+    }
+
+    /// Sets the fingerprint of the batch that this process passed; see [`ShardLoss::agree`].
+    pub(crate) fn of_batch(self, batch: Option<f64>) -> Self {
+        Self { batch, ..self }
     }
 
     /// Returns the tensor to differentiate.
@@ -95,8 +161,8 @@ impl<A> Loss<A> {
     }
 
     /// Splits off the attached tensors and converts the loss into a weighted sum.
-    pub(crate) fn into_shard(self, ctx: &Replica) -> candle_core::Result<(ShardLoss, A)> {
-        let Self { value, weight, aux } = self;
+    pub(crate) fn into_shard(self, ctx: &Replica) -> candle_core::Result<(ShardLoss, Attached<A>)> {
+        let Self { value, weight, attached, batch } = self;
         let mut not_scalar = None;
         let (times, weight) = match weight.0 {
             WeightKind::Rows => {
@@ -114,7 +180,8 @@ impl<A> Loss<A> {
         if value.rank() != 0 || !value.dtype().is_float() {
             not_scalar = Some((LOSS, value.clone()));
         }
-        Ok((ShardLoss { value, times, common_times: 1.0, weight, not_scalar }, aux))
+        let shard = ShardLoss { value, times, common_times: 1.0, weight, not_scalar, batch };
+        Ok((shard, attached))
     }
 }
 
@@ -122,17 +189,18 @@ impl<A: TensorTree> Loss<A> {
     /// Returns the loss with the attached tensors as a list, and a tree with their form, for
     /// [`with_leaves`].
     pub(crate) fn into_leaves(self) -> (Loss<Vec<Tensor>>, A) {
-        let Self { value, weight, aux } = self;
+        let Attached { aux, join } = &self.attached;
         // Detached, because attached tensors would keep the graph in memory.
-        let leaves = tree::each(&aux, Tensor::detach);
+        let leaves = tree::each(aux, Tensor::detach);
         // A scalar replaces each tensor, so that the form retains no data.
-        let form = tree::map(&aux, |_| value.detach());
-        (Loss { value, weight, aux: leaves }, form)
+        let form = tree::map(aux, |_| self.value.detach());
+        let join = *join;
+        (self.attach(leaves, join), form)
     }
 }
 
 impl Loss<Vec<Tensor>> {
-    /// Returns the loss of the whole batch and the sums of the attached tensors, the same on every
+    /// Returns the loss of the whole batch and the attached tensors of all slots, the same on every
     /// replica.
     pub(crate) fn evaluate(
         self,
@@ -140,9 +208,9 @@ impl Loss<Vec<Tensor>> {
         allow_non_finite: bool,
         errors: &StepErrors,
     ) -> candle_core::Result<(BatchLoss, Vec<Tensor>)> {
-        let (mut shard, aux) = self.into_shard(ctx)?;
+        let (mut shard, attached) = self.into_shard(ctx)?;
         let batch = shard.agree(ctx, allow_non_finite, errors)?.with_weight(errors)?;
-        Ok((batch, sum_over_replicas(ctx, aux)?))
+        Ok((batch, attached.over_replicas(ctx, errors)?.aux))
     }
 }
 
@@ -174,13 +242,15 @@ impl From<Tensor> for Weight {
 #[derive(Debug)]
 pub(crate) struct ShardLoss {
     value: Tensor,
-    /// The factor by which `value` is multiplied in the sum: 1, or the number of rows for a mean.
+    /// The factor of `value` in the sum: 1, or the number of rows for a mean.
     times: f64,
     /// The `times` of all shards with weight if they are equal, or 1 if they differ.
     common_times: f64,
     weight: f64,
     /// The part of an invalid loss that is not a scalar (`LOSS` or `WEIGHT`), and its tensor.
     not_scalar: Option<(f64, Tensor)>,
+    /// The fingerprint of the batch, to compare with other processes.
+    batch: Option<f64>,
 }
 
 /// Codes that replicas exchange about their losses: valid, or the part that is not a scalar.
@@ -199,7 +269,9 @@ impl ShardLoss {
     /// Returns the loss of the whole batch, the same on every replica; its weight may be 0.
     ///
     /// Replicas exchange losses and weights before the backward pass, so that an invalid loss ends
-    /// the step at the same place everywhere.
+    /// the step at the same place everywhere. Over several processes they also exchange fingerprints
+    /// of their batches: a process that passes different rows loses some of them in the cut, and no other
+    /// check finds this.
     pub(crate) fn agree(
         &mut self,
         ctx: &Replica,
@@ -210,7 +282,10 @@ impl ShardLoss {
             Some((part, _)) => [part, 0.0, 0.0, 0.0],
             None => [VALID, scalar(&self.value)?, self.times, self.weight],
         };
-        let shards = agreement::gather_numbers(ctx, here)?;
+        let shards = match self.batch {
+            None => agreement::gather_numbers(ctx, here)?,
+            Some(batch) => gather_with_batch(ctx, here, batch, errors)?,
+        };
         if let Some(slot) = shards.iter().position(|&[part, ..]| part != VALID) {
             return Err(errors.record_agreed(self.shape_error(ctx, slot, shards[slot][0])?));
         }
@@ -252,11 +327,8 @@ impl ShardLoss {
         let letters = agreement::gather_lists(ctx, &local_letters)?.swap_remove(slot);
         let chars = letters.into_iter().map(u8::try_from).map(|letter| letter.map(char::from));
         let dtype = chars.collect::<Result<_, _>>().map_err(candle_core::Error::wrap)?;
-        Ok(if part == WEIGHT {
-            TrainingError::WeightShape { slot, shape }
-        } else {
-            TrainingError::LossShape { slot, shape, dtype }
-        })
+        let what = if part == WEIGHT { "weight of the loss" } else { "loss" };
+        Ok(TrainingError::NotScalar { slot, what, shape, dtype })
     }
 
     /// Returns the tensor to differentiate, and a factor for the gradients of all parameters. The
@@ -281,7 +353,7 @@ impl ShardLoss {
         } else {
             (self.times / scale, 1.0)
         };
-        // Not a multiplication by the constant 0, at which candle stops backpropagation: other
+        // Not a multiplication by the constant 0, which stops candle's backpropagation: other
         // replicas would wait for this one in the backward pass of a collective.
         let sum = if self.is_empty() {
             &self.value * self.value.zeros_like()?
@@ -326,22 +398,89 @@ impl BatchLoss {
     }
 }
 
-/// Sums tensors over all replicas.
-pub(crate) fn sum_over_replicas(
+/// Gathers numbers from every replica, by slot, and checks that all processes passed the same batch.
+fn gather_with_batch(
     ctx: &Replica,
-    leaves: Vec<Tensor>,
-) -> candle_core::Result<Vec<Tensor>> {
-    if leaves.is_empty() {
-        return Ok(leaves);
+    here: [f64; 4],
+    batch: f64,
+    errors: &StepErrors,
+) -> candle_core::Result<Vec<[f64; 4]>> {
+    let [part, value, times, weight] = here;
+    let all = agreement::gather_numbers(ctx, [batch, part, value, times, weight])?;
+    let different = all.iter().position(|[other, ..]| other.to_bits() != all[0][0].to_bits());
+    if let Some(replica) = different {
+        return Err(errors.record_agreed(TrainingError::BatchMismatch { replica }));
     }
-    let all: Vec<usize> = (0..leaves.len()).collect();
-    ctx.psum_list(leaves, &all, ALL)
+    Ok(all.into_iter().map(|[_, shard @ ..]| shard).collect())
+}
+
+impl Attached<Vec<Tensor>> {
+    /// Returns the attached tensors of all slots, the same on every replica.
+    pub(crate) fn over_replicas(
+        self,
+        ctx: &Replica,
+        errors: &StepErrors,
+    ) -> candle_core::Result<Self> {
+        let Self { aux, join } = self;
+        if aux.is_empty() {
+            return Ok(Self { aux, join });
+        }
+        let aux = match join {
+            Join::Sum => {
+                let all: Vec<usize> = (0..aux.len()).collect();
+                ctx.psum_list(aux, &all, ALL)?
+            }
+            Join::Rows => {
+                let rows = aux.iter().map(|rows| real_rows(ctx, rows, errors));
+                let rows: Vec<Tensor> = rows.collect::<candle_core::Result<_>>()?;
+                let joined = rows.iter().map(|rows| ctx.all_gather(rows, 0, ALL));
+                joined.collect::<candle_core::Result<_>>()?
+            }
+        };
+        Ok(Self { aux, join })
+    }
+
+    /// Adds the attached tensors of a later batch.
+    pub(crate) fn plus(self, later: &Self) -> candle_core::Result<Self> {
+        if (self.aux.len(), self.join) != (later.aux.len(), later.join) {
+            candle_core::bail!(
+                "{} tensors are attached to the loss ({:?}), {} were attached to the previous \
+                 batch's loss ({:?})",
+                later.aux.len(),
+                later.join,
+                self.aux.len(),
+                self.join
+            )
+        }
+        let pairs = self.aux.iter().zip(&later.aux);
+        let aux = pairs.map(|(left, right)| match self.join {
+            Join::Sum => left + right,
+            Join::Rows => Tensor::cat(&[left, right], 0),
+        });
+        Ok(Self { aux: aux.collect::<candle_core::Result<_>>()?, join: self.join })
+    }
+}
+
+/// Returns an attached tensor without the rows of padding.
+fn real_rows(ctx: &Replica, rows: &Tensor, errors: &StepErrors) -> candle_core::Result<Tensor> {
+    // If no tensor of the batch is split, any number of rows is right.
+    let first_dim = rows.dims().first().copied();
+    let n_real = ctx.valid_len().or(first_dim);
+    match n_real {
+        Some(n_real) if [Some(n_real), ctx.padded_len()].contains(&first_dim) => {
+            rows.narrow(0, 0, n_real)
+        }
+        _ => {
+            let (shape, n_rows) = (rows.dims().to_vec(), n_real.unwrap_or(1));
+            Err(errors.record_local(TrainingError::AttachedRows { shape, n_rows }))
+        }
+    }
 }
 
 /// Returns a tree of the form of `tree` with other leaves, given in the order of `tree`.
 pub(crate) fn with_leaves<A: TensorTree>(tree: &A, leaves: Vec<Tensor>) -> A {
     let mut leaves = leaves.into_iter();
-    #[expect(clippy::expect_used, reason = "the leaves are sums of the tree's own tensors")]
+    #[expect(clippy::expect_used, reason = "the leaves are joined from the tree's own tensors")]
     tree::map(tree, |_| leaves.next().expect("there is one leaf per tensor of the tree"))
 }
 

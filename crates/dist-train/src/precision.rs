@@ -1,4 +1,4 @@
-//! The dtype in which a model computes, and the dtype in which its gradients are reduced.
+//! The compute dtype of a model, and the reduce dtype of its gradients.
 
 use candle_core::DType;
 use dist_checkpoint::support::elem_of;
@@ -6,8 +6,8 @@ use fsdp_plan::cost::CostModel;
 
 use crate::error::training::TrainingError;
 
-/// Maps the dtype in which a parameter is stored to the dtype in which the model computes with it,
-/// and to the dtype in which its gradients are reduced. The default is without mixed precision.
+/// Maps the storage dtype of a parameter to its compute dtype and to the reduce dtype of its
+/// gradients. The default is without mixed precision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Precision(Option<MixedDtypes>);
 
@@ -22,7 +22,7 @@ impl Precision {
         Self(Some(MixedDtypes { param_dtype, reduce_dtype }))
     }
 
-    /// Returns the dtype in which the model computes with a parameter stored as `stored`.
+    /// Returns the compute dtype of a parameter stored as `stored`.
     pub(crate) fn compute_dtype(self, stored: DType) -> DType {
         match self.0 {
             Some(mixed) if is_trainable_float(stored) => mixed.param_dtype,
@@ -30,7 +30,7 @@ impl Precision {
         }
     }
 
-    /// Returns the dtype in which the gradients of a parameter stored as `stored` are reduced.
+    /// Returns the reduce dtype of a parameter stored as `stored`.
     pub(crate) fn reduce_dtype(self, stored: DType) -> DType {
         match self.0 {
             Some(mixed) if is_trainable_float(stored) => mixed.reduce_dtype,
@@ -46,28 +46,24 @@ impl Precision {
         model.with_mixed_precision(elem(param_dtype), elem(reduce_dtype))
     }
 
-    /// Rejects dtypes in which a model cannot be trained. f16 needs `allow_non_finite`, with which
+    /// Rejects dtypes that cannot train a model. f16 needs `allow_non_finite`, so that
     /// the caller can scale losses, so that small gradients do not vanish.
     pub(crate) fn check(self, allow_non_finite: bool) -> Result<(), TrainingError> {
         let Some(MixedDtypes { param_dtype, reduce_dtype }) = self.0 else { return Ok(()) };
         for (option, dtype) in [("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)] {
-            let dtype_name = dtype.as_str();
-            if !is_trainable_float(dtype) {
-                return Err(TrainingError::UnfitDtype {
-                    option,
-                    dtype: dtype_name,
-                    hint: TRAINABLE_FLOATS,
-                });
-            }
-            if dtype == DType::F16 && !allow_non_finite {
-                return Err(TrainingError::UnfitDtype { option, dtype: dtype_name, hint: SCALE });
-            }
+            let hint = match dtype {
+                _ if !is_trainable_float(dtype) => TRAINABLE_FLOATS,
+                DType::F16 if !allow_non_finite => SCALE,
+                _ => continue,
+            };
+            let reason = format!("`mixed_precision` has {} as {option}: {hint}", dtype.as_str());
+            return Err(TrainingError::option("mixed_precision", reason));
         }
         Ok(())
     }
 }
 
-/// Returns the dtype in which gradients of `dtype` are added up: single precision for half
+/// Returns the accumulation dtype of gradients of `dtype`: single precision for half
 /// precision.
 pub(crate) fn widened_dtype(dtype: DType) -> DType {
     if is_half(dtype) { DType::F32 } else { dtype }
@@ -104,7 +100,10 @@ mod tests {
     #[test]
     fn untrainable_dtypes_are_rejected() {
         let refused = |param, reduce| Precision::mixed(param, reduce).check(false).unwrap_err();
-        let of = |option, dtype, hint| TrainingError::UnfitDtype { option, dtype, hint };
+        let of = |option, dtype, hint| {
+            let reason = format!("`mixed_precision` has {dtype} as {option}: {hint}");
+            TrainingError::option("mixed_precision", reason)
+        };
         assert_eq!(refused(DType::F16, DType::F32), of("param_dtype", "f16", SCALE));
         assert_eq!(refused(DType::BF16, DType::F16), of("reduce_dtype", "f16", SCALE));
         assert_eq!(refused(DType::U8, DType::F32), of("param_dtype", "u8", TRAINABLE_FLOATS));

@@ -114,7 +114,7 @@ fn loss(
     let logits = model.forward(&ids, &mask, keys)?;
     let correct = logits.argmax(1)?.eq(&labels)?.to_dtype(DType::F32)?.sum_all()?;
     let all = ops::cross_entropy(&logits, &labels, &CrossEntropyConfig::default())?;
-    Ok(Loss::sum(all.sum, all.weight).with(correct))
+    Ok(Loss::sum(all.sum, all.weight).with_sums(correct))
 }
 
 /// Returns the share of 1000 new texts that the model classifies correctly.

@@ -192,8 +192,8 @@ impl CheckedPart<'_> {
         }
     }
 
-    /// Returns the variables moved by `distance` along the direction, in the dtypes in which the
-    /// loss computes.
+    /// Returns the variables moved by `distance` along the direction, in their compute
+    /// dtypes.
     fn values_at(&self, direction: &[Tensor], distance: f64) -> candle_core::Result<Vec<Tensor>> {
         let values = self.at.iter().zip(direction).zip(&self.dtypes);
         let moved_values = values.map(|((at, direction), &dtype)| {

@@ -19,7 +19,7 @@ use crate::{
     gradient_report::{GradientReport, PrefixCheck, Verdict},
 };
 
-/// A model whose gradients can be checked during training.
+/// A model in training that allows a check of its gradients.
 pub(crate) trait Checked {
     /// Returns the loss of the batch for the current variables, always with the same random
     /// numbers.
@@ -33,7 +33,7 @@ pub(crate) trait Checked {
     /// Returns the value of a variable.
     fn value(&self, var: usize) -> Result<Tensor>;
 
-    /// Returns the dtype in which the loss computes with a variable stored as `stored`.
+    /// Returns the compute dtype of a variable stored as `stored`.
     fn compute_dtype(&self, stored: DType) -> DType;
 
     /// Sets the value of a variable.
@@ -119,7 +119,7 @@ struct CheckedPart<'a> {
     names: Vec<&'a str>,
     /// The variables' own values, on the host.
     at: Vec<Tensor>,
-    /// The dtypes in which the loss computes with the variables.
+    /// The compute dtypes of the variables.
     dtypes: Vec<DType>,
     /// Gradients at these values, on the host and in double precision.
     gradients: Vec<Tensor>,

@@ -122,8 +122,8 @@ pub enum Error {
     Diverged {
         /// The first variable that differs, in the order of names.
         name: String,
-        /// The first replica whose value differs. Values are compared with those of the first
-        /// replica that stores the same variable or shard.
+        /// The first replica with another value than the first replica that stores the same
+        /// variable or shard.
         replica: usize,
     },
 }

@@ -23,26 +23,20 @@ use crate::error::Result;
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainingError {
-    /// A loss is not a floating-point scalar.
+    /// A loss is not a floating-point scalar, or its weight is a tensor but not a scalar.
     #[error(
-        "the loss of slot {slot}, of shape {shape:?} and type {dtype}, cannot be differentiated: it \
-         must be a floating-point scalar"
+        "the {what} of slot {slot} has shape {shape:?} and type {dtype}, it must be a \
+         {}scalar", if *what == "loss" { "floating-point " } else { "" }
     )]
-    LossShape {
+    NotScalar {
         /// The first such slot.
         slot: usize,
-        /// The shape of the returned loss.
+        /// `loss`, or `weight of the loss`.
+        what: &'static str,
+        /// The shape.
         shape: Vec<usize>,
-        /// The dtype of the returned loss.
+        /// The dtype.
         dtype: String,
-    },
-    /// The weight of a loss is a tensor but not a scalar.
-    #[error("the weight of the loss of slot {slot} has the shape {shape:?}, it must be a scalar")]
-    WeightShape {
-        /// The first such slot.
-        slot: usize,
-        /// The shape of the weight.
-        shape: Vec<usize>,
     },
     /// The weight of a loss is negative, infinite or NaN.
     #[error("the loss of slot {slot} has the weight {weight}, it must be finite and at least 0")]
@@ -70,6 +64,27 @@ pub enum TrainingError {
         index: usize,
         /// The shape.
         shape: Vec<usize>,
+    },
+    /// Processes passed different batches, although each process has to pass the whole batch.
+    #[error(
+        "replicas 0 and {replica} got different batches: pass the whole batch in every process, or \
+         build the model with `.local_batches()` if each process passes its own rows"
+    )]
+    BatchMismatch {
+        /// The first replica with a different batch.
+        replica: usize,
+    },
+    /// A tensor attached by [`Loss::with_rows`](crate::Loss::with_rows) does not have the rows of
+    /// the shard.
+    #[error(
+        "a tensor of shape {shape:?} is attached by `with_rows`, but the shard has {n_rows} rows: \
+         attach sums by `with_sums`"
+    )]
+    AttachedRows {
+        /// The shape of the tensor.
+        shape: Vec<usize>,
+        /// Number of rows of the shard, without padding.
+        n_rows: usize,
     },
     /// The norm of the gradients is infinite or NaN.
     #[error("the norm of the gradients is {value}{}", FirstNonFinite(variable.as_deref()))]
@@ -120,26 +135,6 @@ pub enum TrainingError {
         unit: String,
         /// Its trained parameters that are in no entered unit.
         parameters: Vec<String>,
-    },
-    /// An option needs the gradients of the whole model at once, but optimizers run inside the
-    /// backward pass, where these gradients never exist together.
-    #[error(
-        "`{option}` needs the gradients of the whole model at once, but \
-         `optimizer_in_backward` frees a unit's gradients before the next unit's exist"
-    )]
-    NeedsAllGradients {
-        /// The option or method.
-        option: &'static str,
-    },
-    /// A dtype is not supported for computation or for reducing gradients.
-    #[error("`mixed_precision` has {dtype} as {option}: {hint}")]
-    UnfitDtype {
-        /// `param_dtype` or `reduce_dtype`.
-        option: &'static str,
-        /// The dtype.
-        dtype: &'static str,
-        /// A supported alternative.
-        hint: &'static str,
     },
     /// A step failed after its optimizers started to run, or a load failed half way.
     #[error(
@@ -199,74 +194,17 @@ pub enum TrainingError {
     Differentiated {
         /// The unit.
         unit: String,
-        /// By what, or how often, in words.
+        /// The caller or the number of times, in words.
         how: &'static str,
     },
 
-    /// An option for sharded models is set on a replicated model.
-    #[error("`{option}` is for sharded models, but this model is replicated: call `fully_shard`")]
-    OnlySharded {
-        /// The option.
+    /// An option of the builder, or a call, does not fit the model or another option.
+    #[error("{reason}")]
+    Option {
+        /// The name of the method that sets the option.
         option: &'static str,
-    },
-    /// An option for replicated models is set on a sharded model.
-    #[error("`{option}` is for replicated models, but this model is sharded")]
-    OnlyReplicated {
-        /// The option.
-        option: &'static str,
-    },
-    /// A pattern of an option matches no variable.
-    #[error("the pattern {pattern:?} of `{option}` matches none of the model's variables")]
-    Unmatched {
-        /// The option.
-        option: &'static str,
-        /// The pattern.
-        pattern: String,
-    },
-    /// A variable is in two parameter groups.
-    #[error("variable {name} is in group {first:?} and in group {second:?}")]
-    TwoGroups {
-        /// The variable.
-        name: String,
-        /// The first group with the variable.
-        first: String,
-        /// The second group with the variable.
-        second: String,
-    },
-    /// Two groups have the same name.
-    #[error("there are two groups named {name:?}")]
-    DuplicateGroup {
-        /// The name.
-        name: String,
-    },
-    /// A learning rate is set for a group without variables.
-    #[error("there is no group named {name:?}")]
-    UnknownGroup {
-        /// The requested name.
-        name: String,
-    },
-    /// A variable has an initial value and another value in the pretrained weights.
-    #[error("variable {name} has a value already, and another in the weights")]
-    TwoValues {
-        /// The variable.
-        name: String,
-    },
-    /// A variable has two names, so it would be updated twice.
-    #[error(
-        "{first} and {second} are one variable under two names: ask for one name twice in the \
-         constructor"
-    )]
-    DuplicateVariable {
-        /// The first name.
-        first: String,
-        /// The second name.
-        second: String,
-    },
-    /// All variables of the model are frozen or buffers.
-    #[error("there is nothing to train: all {variables} variables are frozen or buffers")]
-    NothingTrained {
-        /// Number of variables.
-        variables: usize,
+        /// The message, with the values.
+        reason: String,
     },
     /// The processes of the mesh built different models.
     #[error("replicas 0 and {replica} have different variables")]
@@ -282,6 +220,22 @@ pub enum TrainingError {
         /// The first replica with a different value.
         replica: usize,
     },
+}
+
+impl TrainingError {
+    pub(crate) fn option(option: &'static str, reason: impl Into<String>) -> Self {
+        Self::Option { option, reason: reason.into() }
+    }
+
+    /// Returns the error of an option or call that cannot be combined with optimizers inside the
+    /// backward pass, where the gradients of the whole model never exist together.
+    pub(crate) fn needs_all_gradients(option: &'static str) -> Self {
+        let reason = format!(
+            "`{option}` needs the gradients of the whole model at once, but \
+             `optimizer_in_backward` frees a unit's gradients before the next unit's exist"
+        );
+        Self::option(option, reason)
+    }
 }
 
 /// The first variable with a non-finite gradient, if any.
@@ -307,7 +261,7 @@ pub(crate) struct StepErrors(Mutex<RecordedErrors>);
 
 #[derive(Debug, Default)]
 struct RecordedErrors {
-    /// The error with which all replicas of the mesh fail at the same place.
+    /// The error of all replicas of the mesh, at the same place.
     agreed: Option<TrainingError>,
     /// Errors that single replicas detected, without duplicates.
     local: Vec<TrainingError>,
@@ -345,7 +299,7 @@ impl StepErrors {
         }
     }
 
-    /// Converts the result of a call whose replicas return the results of
+    /// Converts the result of a call with replicas that return the results of
     /// [`none_if_agreed`](Self::none_if_agreed): `None` becomes the agreed error, and the error of
     /// the call becomes the recorded error that caused it, if there is one.
     #[expect(clippy::expect_used, reason = "a replica returns `None` only after an agreed error")]

@@ -7,6 +7,7 @@ use std::{
 
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
+use core_types::human::Printable;
 use fused_ops::layers::Linear;
 
 use crate::{
@@ -60,11 +61,22 @@ impl<'a> AdapterDeclarer<'a> {
     /// Declares the matrices of a layer's adapter.
     fn declare(&self, layer: &str, shape: &Shape, dtype: DType) -> Result<()> {
         let [n_out, n_in] = *shape.dims() else {
-            let (name, shape) = (self.full_name(layer), shape.dims().to_vec());
-            return Err(LoraError::NoMatrix { name, shape }.into());
+            let name = self.full_name(layer);
+            let reason = format!(
+                "{} has the shape {:?}, adapters are for matrices",
+                Printable(&name),
+                shape.dims()
+            );
+            return Err(LoraError::layer(reason).into());
         };
         if adapter_dtype(dtype) != dtype {
-            return Err(LoraError::HalfPrecision { name: self.full_name(layer), dtype }.into());
+            let reason = format!(
+                "{} is of {}, in which the effect of an adapter may vanish: use Lora::linear or a \
+                 32-bit type",
+                Printable(&self.full_name(layer)),
+                dtype.as_str()
+            );
+            return Err(LoraError::layer(reason).into());
         }
         for matrix in declare_matrices(layer, self.lora.rank(), [n_out, n_in], dtype) {
             let Declared { name, shape, init, .. } = &matrix;

@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeSet, fs, path::Path, sync::Arc};
 
+use core_types::human::Printable;
 use fsdp_plan::ParameterInfo;
 use serde_json::{Map, Value, json};
 
@@ -133,8 +134,7 @@ impl AdapterConfig {
     ///
     /// # Errors
     ///
-    /// Returns [`LoraError::NotTargeted`], [`LoraError::RankMismatch`] or [`LoraError::Unmatched`]
-    /// otherwise.
+    /// Returns [`LoraError::Layer`] or [`LoraError::Unmatched`] otherwise.
     #[expect(clippy::expect_used, reason = "the callers pass adapter matrices only")]
     pub(crate) fn check_matrices(&self, matrices: &[&ParameterInfo]) -> Result<(), LoraError> {
         let mut matched = BTreeSet::new();
@@ -143,22 +143,23 @@ impl AdapterConfig {
                 adapted_by(matrix.name()).expect("the name ends like an adapter matrix");
             let targets = self.targets_of(layer);
             if targets.is_empty() {
-                return Err(LoraError::NotTargeted { layer: layer.to_owned() });
+                let reason = format!("{} has an adapter, and no target names it", Printable(layer));
+                return Err(LoraError::layer(reason));
             }
             if matrix.shape().get(rank_dim) != Some(&(self.rank as u64)) {
-                let shape = matrix.shape().to_vec();
-                return Err(LoraError::RankMismatch {
-                    name: matrix.name().to_owned(),
-                    shape,
-                    rank: self.rank,
-                });
+                return Err(LoraError::layer(format!(
+                    "{} has the shape {:?}, which does not fit adapters of LoRA rank {}",
+                    Printable(matrix.name()),
+                    matrix.shape(),
+                    self.rank
+                )));
             }
             matched.extend(targets.into_iter().cloned());
         }
         self.check_all_matched(&matched)
     }
 
-    /// Returns the factor by which `B · A` is multiplied.
+    /// Returns the factor of `B · A`.
     pub(crate) fn scale(&self) -> f64 {
         self.alpha / self.rank as f64
     }

@@ -31,8 +31,8 @@ pub(crate) fn is_matrix(name: &str) -> bool {
     adapted_by(name).is_some()
 }
 
-/// Returns the layer that a matrix adapts, and the dimension of the matrix whose size is the LoRA
-/// rank.
+/// Returns the layer that a matrix adapts, and the dimension of the matrix with the LoRA rank as
+/// its size.
 pub(crate) fn adapted_by(name: &str) -> Option<(&str, usize)> {
     [(A, 0), (B, 1)].into_iter().find_map(|(inner, rank_dim)| {
         let before = name.strip_suffix(inner)?;
@@ -41,7 +41,7 @@ pub(crate) fn adapted_by(name: &str) -> Option<(&str, usize)> {
     })
 }
 
-/// Returns the dtype in which the matrices for a weight of `dtype` are stored and multiplied. It is
+/// Returns the storage and compute dtype of the matrices for a weight of `dtype`. It is
 /// never half precision, which has too few digits for updates; PEFT does the same.
 pub(crate) fn adapter_dtype(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }

@@ -106,7 +106,7 @@ impl Lora {
     /// # Errors
     ///
     /// Returns [`Error::Setting`] if the rank is 0 or `alpha` is not a positive number, and
-    /// [`LoraError::NoTargets`] without targets.
+    /// [`LoraError::Unmatched`] without targets.
     pub fn new<S: Into<String>>(
         targets: impl IntoIterator<Item = S>,
         rank: usize,
@@ -116,7 +116,7 @@ impl Lora {
         Error::check_positive("the alpha of adapters", alpha)?;
         let targets: Arc<[String]> = targets.into_iter().map(Into::into).collect();
         if targets.is_empty() {
-            return Err(LoraError::NoTargets.into());
+            return Err(LoraError::Unmatched { targets: Vec::new() }.into());
         }
         Ok(Self { config: AdapterConfig { targets, rank, alpha }, base_dtype: None, saved: None })
     }
@@ -201,8 +201,8 @@ impl Lora {
     /// # Errors
     ///
     /// The returned function returns the errors of `build`, and, wrapped in candle's error,
-    /// [`LoraError::Unmatched`], [`LoraError::NoMatrix`], and [`LoraError::HalfPrecision`] for
-    /// half-precision weights. For [opened](Self::open) adapters that do not match the model it
+    /// [`LoraError::Unmatched`], and [`LoraError::Layer`] for a weight that is not a matrix or has
+    /// half precision. For [opened](Self::open) adapters that do not match the model it
     /// also returns [`ParameterError::Weights`] and [`ParameterError::Shape`].
     pub fn adapt<M>(
         &self,

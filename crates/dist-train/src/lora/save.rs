@@ -110,7 +110,7 @@ impl PretrainedFiles {
 /// # Errors
 ///
 /// Returns an error on all processes if one fails: the errors of `whole` and of
-/// [`ModelFolder::write`], and for adapters [`LoraError::NoAdapters`] and the errors of
+/// [`ModelFolder::write`], and for adapters [`LoraError::Layer`] and the errors of
 /// [`AdapterConfig::check_matrices`].
 pub(crate) fn save(
     mesh: &DeviceMesh,
@@ -179,7 +179,8 @@ fn with_adapters<'a>(
     let (adapters, others): (Vec<_>, Vec<_>) =
         parameters.iter().partition(|info| matrices::is_matrix(info.name()));
     if adapters.is_empty() {
-        return Err(LoraError::NoAdapters { parameters: parameters.len() });
+        let reason = format!("none of the {} parameters belongs to an adapter", parameters.len());
+        return Err(LoraError::layer(reason));
     }
     config.check_matrices(&adapters)?;
     Ok((adapters, others))

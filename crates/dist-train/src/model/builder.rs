@@ -25,7 +25,7 @@ use crate::{
 ///
 /// Patterns are [`fsdp_plan::Pattern`]s over the names of parameters, or of units in options about
 /// units: components such as `embeddings` or `encoder.layer.0`, or globs such as
-/// `encoder.layer.*.output.*` and `**.bias`, in which `*` stays within a component. A pattern that
+/// `encoder.layer.*.output.*` and `**.bias`, where `*` stays within a component. A pattern that
 /// matches nothing is an error.
 #[must_use = "a model is made by `build`"]
 pub struct ModelBuilder<'a, M> {
@@ -57,7 +57,7 @@ pub(super) enum Source<'a, M> {
 /// losses, and the `'static` bound on models that `Any` or a boxed trait would need.
 pub(crate) type LendUnits<M> = for<'a> fn(&'a Units) -> &'a M;
 
-/// The variables of a parameter group, for which to create an optimizer.
+/// The variables of a parameter group, which need an optimizer.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Group {
@@ -332,6 +332,25 @@ impl<'a, M> ModelBuilder<'a, M> {
         self
     }
 
+    /// Makes each process of the mesh pass different rows, which its slots compute: PyTorch's way
+    /// of a loader per rank, and JAX's `make_array_from_process_local_data`. The step trains the rows
+    /// of all processes, and weights them equally, although processes may pass different numbers of
+    /// rows. In a single process this changes nothing.
+    ///
+    /// By default every process passes the whole batch, and computes the rows of its slots. Different
+    /// batches are then an error in the first step
+    /// ([`TrainingError::BatchMismatch`](crate::TrainingError::BatchMismatch)): processes compare
+    /// shapes, dtypes and up to 1,024 items of each tensor on a CPU. They do not read the values of
+    /// tensors on a GPU.
+    ///
+    /// [`in_axes`](Self::in_axes) may split tensors along all axes of the mesh, or not at all.
+    #[doc(alias = "make_array_from_process_local_data")]
+    #[doc(alias = "DistributedSampler")]
+    pub fn local_batches(mut self) -> Self {
+        self.config.step_options.local_batches = true;
+        self
+    }
+
     /// Sets the maximum norm of all gradients together. Above it, gradients are scaled down, like
     /// by PyTorch's `clip_grad_norm_`. By default they are not clipped.
     #[doc(alias = "clip_grad_norm_")]
@@ -462,7 +481,7 @@ impl ModelBuilder<'_, Units> {
     /// This is not the default, because such a step cannot be undone:
     /// - all gradients never exist at once, so they cannot be [clipped](Self::clip_grad_norm) or
     ///   [accumulated](crate::DistributedModel::accumulate)
-    ///   ([`TrainingError::NeedsAllGradients`](crate::TrainingError::NeedsAllGradients));
+    ///   ([`TrainingError::Option`](crate::TrainingError::Option));
     /// - a step that fails in its backward pass, for example because of a non-finite gradient, may
     ///   have updated only some units. The model then rejects everything except
     ///   [`load`](crate::DistributedModel::load)

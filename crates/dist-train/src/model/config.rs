@@ -80,7 +80,8 @@ impl ModelConfig {
             Self { sharing: Sharing::PerSlot, .. } => "replicated",
             _ => return Ok(()),
         };
-        Err(TrainingError::OnlyReplicated { option })
+        let reason = format!("`{option}` is for replicated models, but this model is sharded");
+        Err(TrainingError::option(option, reason))
     }
 }
 
@@ -115,7 +116,10 @@ impl ShardingConfig {
             Self { updates_in_backward: true, .. } => "optimizer_in_backward",
             _ => return Ok(()),
         };
-        Err(TrainingError::OnlySharded { option })
+        let reason = format!(
+            "`{option}` is for sharded models, but this model is replicated: call `fully_shard`"
+        );
+        Err(TrainingError::option(option, reason))
     }
 
     /// Rejects options that cannot be combined with optimizers inside the backward pass.
@@ -126,7 +130,7 @@ impl ShardingConfig {
             Self { accumulation: Accumulation::ReduceLast, .. } => "accumulation",
             _ => return Ok(()),
         };
-        Err(TrainingError::NeedsAllGradients { option })
+        Err(TrainingError::needs_all_gradients(option))
     }
 }
 

@@ -41,9 +41,8 @@ impl<M> Layout<M> {
     ///
     /// # Errors
     ///
-    /// Returns [`TrainingError::NeedsAllGradients`](crate::TrainingError::NeedsAllGradients) if the
-    /// batch is to be accumulated but optimizers run in the backward pass, and the errors of
-    /// candle.
+    /// Returns [`TrainingError::Option`](crate::TrainingError::Option) if the batch is to be
+    /// accumulated but optimizers run in the backward pass, and the errors of candle.
     pub(crate) fn begin<'a, O>(
         &'a self,
         slots: &'a [SharedSlot<O>],

@@ -35,8 +35,8 @@ use self::{
     slot::{SharedSlot, lock},
 };
 use crate::{
-    batch::BatchShapes,
-    error::{Error, Result, training::TrainingError},
+    batch::{self, BatchShapes},
+    error::{Doing, Error, Result, training::TrainingError},
     lora::save::{PretrainedFiles, save},
     loss::{self, Loss},
     precision::Precision,
@@ -73,10 +73,10 @@ use crate::{
 /// A sharded model also rejects:
 /// - a parameter in no unit, when the model is built;
 /// - buffers, such as a running mean: the forward pass changes them;
-/// - a unit whose result differs when it is recomputed ([`TrainingError::NotRepeatable`]), and a
+/// - a unit that gives another result when it is recomputed ([`TrainingError::NotRepeatable`]), and a
 ///   parameter that the loss uses outside its unit's function, unless this function returns the
-///   parameter ([`TrainingError::ParameterOutsideUnit`]). Both are found in the first step in which
-///   the model, also a [loaded](Self::load) model, enters the unit;
+///   parameter ([`TrainingError::ParameterOutsideUnit`]). Both are found in the first step of the
+///   model, also of a [loaded](Self::load) model, that enters the unit;
 /// - a unit that no batch of the first update enters ([`TrainingError::NotEntered`]);
 /// - replicas that enter different units, or in a different order:
 ///   [`CollectiveError::Mismatch`](pmap_mesh::CollectiveError::Mismatch) names both units. With
@@ -120,7 +120,8 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
     ///
     /// # Errors
     ///
-    /// - [`Error::Training`] if the step is [rejected](Self#rejected-steps-and-models);
+    /// - [`Error::Training`] if the step is [rejected](Self#rejected-steps-and-models), or with
+    ///   [`TrainingError::BatchMismatch`] if processes pass different batches;
     /// - [`Error::Mesh`] if [`PMap::call`](pmap_mesh::PMap::call) fails;
     /// - [`Error::Diverged`] if a [periodic check](crate::ModelBuilder::check_in_sync_every) fails.
     ///
@@ -140,9 +141,10 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
         if self.options.check_every.is_some_and(|steps| self.progress.steps.is_multiple_of(steps)) {
             self.check_in_sync()?;
         }
+        let learning_rate = self.learning_rate();
         let (Report { loss, grad_norm }, aux) = self.train(batch, loss, Goal::Update)?;
         self.progress.steps += 1;
-        Ok(Step { loss: loss.mean(), grad_norm, weight: loss.weight(), aux })
+        Ok(Step { loss: loss.mean(), grad_norm, weight: loss.weight(), learning_rate, aux })
     }
 
     /// Differentiates the batch's loss and adds the gradients to the next [`step`](Self::step);
@@ -157,7 +159,7 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
     /// # Errors
     ///
     /// Returns the errors of [`step`](Self::step), and drops accumulated gradients;
-    /// [`TrainingError::NeedsAllGradients`] if optimizers run inside the backward pass.
+    /// [`TrainingError::Option`] if optimizers run inside the backward pass.
     #[track_caller]
     #[doc(alias = "no_sync")]
     #[doc(alias = "set_requires_gradient_sync")]
@@ -236,6 +238,9 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
         F: Fn(&Replica, &M, I) -> CandleResult<L> + Send + Sync,
     {
         let shapes = BatchShapes::new(&batch);
+        let is_compared = self.mesh.spans_processes() && !self.options.local_batches;
+        let fingerprint = is_compared.then(|| batch::fingerprint(&batch)).transpose();
+        let fingerprint = fingerprint.doing("reading a batch")?;
         let report = OnceLock::new();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
             let mut shard = Some(shard);
@@ -252,11 +257,11 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
                 let shard_loss = shapes.explain(shard, |shard| loss(ctx, model, shard))?.into();
                 let (shard_loss, shard_tree) = shard_loss.into_leaves();
                 aux_tree = Some(shard_tree);
-                Ok(shard_loss)
+                Ok(shard_loss.of_batch(fingerprint))
             })?;
-            Ok(outcome.map(|(batch_report, aux_sums)| {
+            Ok(outcome.map(|(batch_report, aux)| {
                 report.get_or_init(|| batch_report);
-                loss::with_leaves(&aux_tree.expect("a loss was evaluated"), aux_sums)
+                loss::with_leaves(&aux_tree.expect("a loss was evaluated"), aux)
             }))
         });
         let call = self.options.configure(call).seed(seed);
@@ -278,11 +283,18 @@ impl<M, O> DistributedModel<M, O> {
         self.rates.set_all(learning_rate)
     }
 
+    /// Returns the learning rate of the next update, with the factor of the
+    /// [schedule](Self::set_schedule); of the first group, if the model has several.
+    #[doc(alias = "get_last_lr")]
+    pub fn learning_rate(&self) -> f64 {
+        self.rates.after(self.progress.steps)[0]
+    }
+
     /// Sets the learning rate of a [group](crate::ModelBuilder::group).
     ///
     /// # Errors
     ///
-    /// Returns [`TrainingError::UnknownGroup`] if no group of that name has a variable, and
+    /// Returns [`TrainingError::Option`] if no group of that name has a variable, and
     /// [`Error::Setting`] if the rate is negative or not a number.
     pub fn set_group_learning_rate(&mut self, name: &str, learning_rate: f64) -> Result<()> {
         self.rates.set_group(name, learning_rate)

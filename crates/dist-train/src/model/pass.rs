@@ -18,5 +18,5 @@ pub(crate) enum ShardUse {
     Last,
 }
 
-/// The report of a batch, and the sums of the tensors attached to its loss.
+/// The report of a batch, and the tensors attached to its loss, of all slots.
 pub(crate) type BatchOutcome = (Report, Vec<Tensor>);

@@ -50,9 +50,16 @@ pub(crate) fn model_settings(
     dtypes: impl IntoIterator<Item = DType>,
     config: &ModelConfig,
     is_sharded: bool,
-) -> Settings<16> {
-    let StepOptions { in_axes, uneven, max_norm, schedule, allow_non_finite, check_every } =
-        &config.step_options;
+) -> Settings<17> {
+    let StepOptions {
+        in_axes,
+        uneven,
+        local_batches,
+        max_norm,
+        schedule,
+        allow_non_finite,
+        check_every,
+    } = &config.step_options;
     let Inventory { roles, .. } = inventory;
     let in_role = |is_role: fn(Role) -> u64| {
         number_fingerprint(roles.by_variable.iter().map(|&role| is_role(role)))
@@ -76,6 +83,7 @@ pub(crate) fn model_settings(
         ("replicated", (config.sharing == Sharing::PerSlot).into()),
         ("in_axes", debug_fingerprint(in_axes)),
         ("uneven", debug_fingerprint(uneven)),
+        ("local_batches", (*local_batches).into()),
         ("clip_grad_norm", max_norm.map_or(absent, f64::to_bits)),
         ("schedule", debug_fingerprint(schedule)),
         ("allow_non_finite", (*allow_non_finite).into()),
@@ -192,6 +200,7 @@ mod tests {
         let options = StepOptions::default;
         assert_eq!(of(StepOptions { in_axes: None.into(), ..options() }), ["in_axes"]);
         assert_eq!(of(StepOptions { uneven: Uneven::Pad, ..options() }), ["uneven"]);
+        assert_eq!(of(StepOptions { local_batches: true, ..options() }), ["local_batches"]);
         assert_eq!(of(StepOptions { max_norm: Some(0.0), ..options() }), ["clip_grad_norm"]);
         assert_eq!(of(StepOptions { allow_non_finite: true, ..options() }), ["allow_non_finite"]);
         assert_eq!(of(StepOptions { check_every: Some(1), ..options() }), ["check_in_sync_every"]);

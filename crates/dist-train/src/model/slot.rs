@@ -42,7 +42,7 @@ pub(crate) struct Slot<O> {
 #[derive(Debug)]
 pub(crate) struct SlotVar {
     pub(crate) var: Var,
-    /// A copy in the dtype in which the model computes, if this is not the dtype of `var`.
+    /// A copy in the compute dtype, if this is not the dtype of `var`.
     pub(crate) rounded: Option<Var>,
     /// The parameter's index in the model.
     pub(crate) param: usize,

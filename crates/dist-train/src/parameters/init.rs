@@ -73,7 +73,7 @@ impl ParameterStream {
     }
 
     /// Returns number `index` of the standard normal distribution, by the Box–Muller transform.
-    /// Logarithms and cosines are from `libm`, because those of the systems differ in the last bit;
+    /// Logarithms and cosines are from `libm`, because systems differ in the last bit;
     /// square roots are always rounded correctly.
     fn normal(self, index: u64) -> f64 {
         // The argument is in (0, 1], so that its logarithm is finite.

@@ -112,7 +112,7 @@ impl InitialValues {
     ///
     /// # Errors
     ///
-    /// Returns [`TrainingError::TwoValues`] if the weights contain a parameter that already has a
+    /// Returns [`TrainingError::Option`] if the weights contain a parameter that already has a
     /// value, and the errors of [`StoredWeights::open`], [`StoredWeights::check_fits`] and of
     /// the patterns.
     pub(crate) fn new<'a>(
@@ -129,7 +129,9 @@ impl InitialValues {
         let weights = StoredWeights::open(path)?;
         let duplicate = existing.iter().find(|(declared, _)| weights.contains(&declared.name));
         if let Some((declared, _)) = duplicate {
-            return Err(TrainingError::TwoValues { name: declared.name.clone() }.into());
+            let name = &declared.name;
+            let reason = format!("variable {name} has a value already, and another in the weights");
+            return Err(TrainingError::option("weights", reason).into());
         }
         let infos: Vec<TensorInfo> = new.into_iter().map(|(declared, _)| declared.info()).collect();
         let allowed = AllowedNames { missing: &missing, unexpected: &unexpected };

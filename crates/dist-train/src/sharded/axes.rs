@@ -18,7 +18,8 @@ pub(super) struct PlanAxes {
 pub(super) fn for_plan(mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<PlanAxes, ShardingError> {
     let ranks = plan.world_size().as_u64();
     if ranks != mesh.len() as u64 {
-        return Err(ShardingError::World { ranks, slots: mesh.len() });
+        let reason = format!("it is for {ranks} ranks, but the mesh has {} slots", mesh.len());
+        return Err(ShardingError::PlanMismatch { reason });
     }
     if plan.replicas() == 1 {
         return Ok(PlanAxes { shard: ALL, replica: None });
@@ -30,6 +31,12 @@ pub(super) fn for_plan(mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<PlanAxe
             let names = replicas.iter().map(|(name, _)| (*name).to_owned());
             Ok(PlanAxes { shard: shard.into(), replica: Some(names.collect()) })
         }
-        _ => Err(ShardingError::ReplicaMismatch { group, replicas: plan.replicas() }),
+        _ => {
+            let reason = format!(
+                "{} replicas of {group} ranks need a mesh of several axes, the last of size {group}",
+                plan.replicas()
+            );
+            Err(ShardingError::PlanMismatch { reason })
+        }
     }
 }

@@ -55,9 +55,8 @@ impl ShardedVars {
     ///
     /// # Errors
     ///
-    /// Returns [`ShardingError::World`] if the plan's number of ranks differs from the mesh's
-    /// number of slots, [`ShardingError::ReplicaMismatch`] if the plan has replicas and the
-    /// mesh has another shape, the errors of `source`, and [`Error::Tensor`] if candle fails.
+    /// Returns [`ShardingError::PlanMismatch`] if the plan's ranks or replicas do not fit the mesh,
+    /// the errors of `source`, and [`Error::Tensor`] if candle fails.
     pub(crate) fn new<'a, N: Iterator<Item = &'a str>>(
         mesh: &DeviceMesh,
         plan: ShardingPlan,

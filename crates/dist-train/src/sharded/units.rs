@@ -434,7 +434,7 @@ impl ShardedVars {
         positions
     }
 
-    /// Returns this slot's shards of some parameters, in the dtype in which they are gathered.
+    /// Returns this slot's shards of some parameters, in their gather dtype.
     fn own_runs(&self, ctx: &Replica, params: &[usize]) -> candle_core::Result<Vec<Tensor>> {
         let positions = self.own_positions(ctx, params);
         let shards = self.shards(ctx.slot());

@@ -1,14 +1,14 @@
-//! A batch whose loss is known and whose gradients are not, and the totals of accumulated batches.
+//! A batch with a known loss and without gradients, and the totals of accumulated batches.
 
 use candle_core::{Result, Tensor};
 use pmap_mesh::Replica;
 
 use crate::{
-    loss::{self, BatchLoss, Loss, ShardLoss},
+    loss::{Attached, BatchLoss, Loss, ShardLoss},
     step::rules::{Goal, Report, Rules},
 };
 
-/// A batch whose loss all replicas know, before a replica differentiates its shard.
+/// A batch with a loss that all replicas know, before a replica differentiates its shard.
 pub(crate) struct Batch {
     /// The divisor of the shard's gradients.
     pub(crate) scale: f64,
@@ -16,7 +16,7 @@ pub(crate) struct Batch {
     totals: Totals,
     /// The loss of this batch alone.
     loss: BatchLoss,
-    /// Tensors attached to the loss of this batch, summed over the slots.
+    /// Tensors attached to the loss of this batch, of all slots.
     aux: Vec<Tensor>,
 }
 
@@ -28,12 +28,12 @@ pub(crate) struct Totals {
     /// many tokens stay within the range of half precision.
     scale: f64,
     loss: BatchLoss,
-    /// Tensors attached to the losses, summed over the slots and batches.
-    aux: Vec<Tensor>,
+    /// Tensors attached to the losses, of all slots and batches.
+    attached: Attached<Vec<Tensor>>,
 }
 
 impl Batch {
-    /// Agrees with all replicas on the loss of a batch and on the sums of its attached tensors.
+    /// Agrees with all replicas on the loss of a batch and on its attached tensors.
     /// `before` are the totals of the accumulated batches.
     ///
     /// The loss of this slot's shard is returned separately, so that its graph can be freed before
@@ -44,7 +44,7 @@ impl Batch {
         loss: Loss<Vec<Tensor>>,
         before: Option<Totals>,
     ) -> Result<(ShardLoss, Self)> {
-        let (mut shard, aux) = loss.into_shard(ctx)?;
+        let (mut shard, attached) = loss.into_shard(ctx)?;
         let loss = shard.agree(ctx, rules.allow_non_finite, &rules.errors)?;
         if rules.goal == Goal::Update {
             let total_loss = before.as_ref().map_or(loss, |before| before.loss.plus(loss));
@@ -55,8 +55,9 @@ impl Batch {
             Some(before) if before.scale > 0.0 => before.scale,
             _ => loss.weight(),
         };
-        let aux = loss::sum_over_replicas(ctx, aux)?;
-        let batch_totals = Totals { scale, loss, aux: aux.clone() };
+        let attached = attached.over_replicas(ctx, &rules.errors)?;
+        let aux = attached.aux.clone();
+        let batch_totals = Totals { scale, loss, attached };
         let totals = match before {
             Some(before) => before.plus(&batch_totals)?,
             None => batch_totals,
@@ -76,11 +77,11 @@ impl Batch {
         (self.totals, Report { loss: self.loss, grad_norm: 0.0 }, self.aux)
     }
 
-    /// Returns the report of an update with this gradient norm, and the sums of the attached
-    /// tensors; both cover all batches of the update.
+    /// Returns the report of an update with this gradient norm, and the attached tensors; both cover
+    /// all batches of the update.
     pub(crate) fn into_update(self, grad_norm: f64) -> (Report, Vec<Tensor>) {
-        let Totals { loss, aux, .. } = self.totals;
-        (Report { loss, grad_norm }, aux)
+        let Totals { loss, attached, .. } = self.totals;
+        (Report { loss, grad_norm }, attached.aux)
     }
 }
 
@@ -92,27 +93,19 @@ pub(crate) fn agree_without_totals(
     rules: &Rules,
     loss: Loss<Vec<Tensor>>,
 ) -> Result<(ShardLoss, BatchLoss, Vec<Tensor>)> {
-    let (mut shard, aux) = loss.into_shard(ctx)?;
+    let (mut shard, attached) = loss.into_shard(ctx)?;
     let loss = shard.agree(ctx, rules.allow_non_finite, &rules.errors)?;
-    Ok((shard, loss.with_weight(&rules.errors)?, aux))
+    Ok((shard, loss.with_weight(&rules.errors)?, attached.aux))
 }
 
 impl Totals {
     fn plus(self, other: &Self) -> Result<Self> {
-        if self.aux.len() != other.aux.len() {
-            candle_core::bail!(
-                "{} tensors come with the loss, {} came with the previous batch's loss",
-                other.aux.len(),
-                self.aux.len()
-            )
-        }
-        let aux = self.aux.iter().zip(&other.aux).map(|(left, right)| left + right);
         Ok(Self {
             // Batches without weight have zero gradients, so their scale does not matter. All
             // batches with weight have the scale of the first of them, see `Batch::agree`.
             scale: other.scale,
             loss: self.loss.plus(other.loss),
-            aux: aux.collect::<Result<_>>()?,
+            attached: self.attached.plus(&other.attached)?,
         })
     }
 }

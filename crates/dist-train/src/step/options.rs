@@ -13,6 +13,8 @@ use crate::{
 pub(crate) struct StepOptions {
     pub(crate) in_axes: Specs,
     pub(crate) uneven: Uneven,
+    /// Whether each process passes different rows.
+    pub(crate) local_batches: bool,
     pub(crate) max_norm: Option<f64>,
     pub(crate) schedule: Schedule,
     pub(crate) allow_non_finite: bool,
@@ -25,6 +27,7 @@ impl Default for StepOptions {
         Self {
             in_axes: Some(0).into(),
             uneven: Uneven::default(),
+            local_batches: false,
             max_norm: None,
             schedule: Schedule::constant(),
             allow_non_finite: false,
@@ -50,6 +53,7 @@ impl StepOptions {
         A: TensorTree,
         F: Fn(&Replica, I) -> candle_core::Result<A> + Send + Sync,
     {
+        let call = if self.local_batches { call.local_arguments() } else { call };
         call.in_axes(self.in_axes.clone())
             .uneven(self.uneven)
             .out_axes(P::replicate())

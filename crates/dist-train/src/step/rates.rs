@@ -29,7 +29,8 @@ impl Rates {
     pub(crate) fn set_group(&mut self, name: &str, rate: f64) -> Result<()> {
         let Some((_, base_rate)) = self.base_rates.iter_mut().find(|(group, _)| group == name)
         else {
-            return Err(TrainingError::UnknownGroup { name: name.to_owned() }.into());
+            let reason = format!("there is no group named {name:?}");
+            return Err(TrainingError::option("set_group_learning_rate", reason).into());
         };
         check_rate(rate)?;
         *base_rate = rate;

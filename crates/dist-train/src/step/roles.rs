@@ -68,7 +68,8 @@ impl RolePatterns {
         let mut groups = vec![(DEFAULT_GROUP, PatternSelection(Vec::new()))];
         for (name, patterns) in &self.groups {
             if groups.iter().any(|(other, _)| other == name) {
-                return Err(TrainingError::DuplicateGroup { name: name.clone() }.into());
+                let reason = format!("there are two groups named {name:?}");
+                return Err(TrainingError::option("group", reason).into());
             }
             groups.push((name, PatternSelection::new("group", patterns, names)?));
         }
@@ -117,7 +118,10 @@ impl Roles {
             .filter(|&group| self.by_variable.contains(&Role::Trained(group)))
             .collect();
         if used.is_empty() {
-            return Err(TrainingError::NothingTrained { variables: self.by_variable.len() }.into());
+            let n = self.by_variable.len();
+            let reason =
+                format!("there is nothing to train: all {n} variables are frozen or buffers");
+            return Err(TrainingError::option("freeze", reason).into());
         }
         let new_indices: BTreeMap<usize, usize> = used.iter().copied().zip(0..).collect();
         let mut by_variable = self.by_variable.clone();
@@ -167,7 +171,11 @@ impl PatternSelection {
             patterns.iter().find(|pattern| !names.iter().any(|name| pattern.matches(name)));
         match unmatched {
             Some(pattern) => {
-                Err(TrainingError::Unmatched { option, pattern: pattern.to_string() }.into())
+                let pattern = pattern.to_string();
+                let reason = format!(
+                    "the pattern {pattern:?} of `{option}` matches none of the model's variables"
+                );
+                Err(TrainingError::option(option, reason).into())
             }
             None => Ok(Self(patterns)),
         }
@@ -189,11 +197,11 @@ fn group_of(name: &str, groups: &[(&str, PatternSelection)]) -> Result<usize, Tr
     match (matches.next(), matches.next()) {
         (None, _) => Ok(0),
         (Some(group), None) => Ok(group),
-        (Some(first), Some(second)) => Err(TrainingError::TwoGroups {
-            name: name.to_owned(),
-            first: groups[first].0.to_owned(),
-            second: groups[second].0.to_owned(),
-        }),
+        (Some(first), Some(second)) => {
+            let (first, second) = (groups[first].0, groups[second].0);
+            let reason = format!("variable {name} is in group {first:?} and in group {second:?}");
+            Err(TrainingError::option("group", reason))
+        }
     }
 }
 
@@ -256,32 +264,23 @@ mod tests {
 
     #[test]
     fn invalid_patterns_are_rejected() {
-        let refused = |patterns: RolePatterns| match patterns.roles(&NAMES) {
-            Err(Error::Training(error)) => error,
-            other => panic!("{other:?}"),
-        };
-        let pattern = "haed.*".to_owned();
-        let frozen = RolePatterns { frozen: vec![pattern.clone()], ..RolePatterns::default() };
-        assert_eq!(refused(frozen), TrainingError::Unmatched { option: "freeze", pattern });
-
         let group = |name: &str, pattern| (name.to_owned(), texts(&[pattern]));
-        let overlap = RolePatterns {
-            groups: vec![group("a", "head"), group("b", "**.bias")],
-            ..RolePatterns::default()
-        };
-        let expected = TrainingError::TwoGroups {
-            name: "head.bias".to_owned(),
-            first: "a".to_owned(),
-            second: "b".to_owned(),
-        };
-        assert_eq!(refused(overlap), expected);
-
-        let same =
-            RolePatterns { groups: vec![group("default", "head")], ..RolePatterns::default() };
-        assert_eq!(refused(same), TrainingError::DuplicateGroup { name: "default".to_owned() });
-
-        let nothing = RolePatterns { frozen: texts(&["**"]), ..RolePatterns::default() };
-        assert_eq!(refused(nothing), TrainingError::NothingTrained { variables: 6 });
+        let groups = |groups: Vec<_>| RolePatterns { groups, ..RolePatterns::default() };
+        let frozen = |pattern| RolePatterns { frozen: texts(&[pattern]), ..Default::default() };
+        let overlap = groups(vec![group("a", "head"), group("b", "**.bias")]);
+        for (patterns, option, message) in [
+            (frozen("haed.*"), "freeze", "the pattern \"haed.*\" of `freeze` matches none"),
+            (overlap, "group", "head.bias is in group \"a\" and in group \"b\""),
+            (groups(vec![group("default", "head")]), "group", "two groups named \"default\""),
+            (frozen("**"), "freeze", "all 6 variables"),
+        ] {
+            let refused = patterns.roles(&NAMES);
+            let Err(Error::Training(TrainingError::Option { option: found, reason })) = refused
+            else {
+                panic!("{refused:?}")
+            };
+            assert!(found == option && reason.contains(message), "{reason}");
+        }
 
         let none = RolePatterns { unused: texts(&["a.["]), ..RolePatterns::default() };
         assert!(matches!(none.roles(&NAMES), Err(Error::Plan(_))));

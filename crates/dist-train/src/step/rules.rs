@@ -21,7 +21,11 @@ pub struct Step<A = ()> {
     /// Weight of the mean loss: the total number of rows in the batches, or the sum of the weights
     /// given to [`Loss::sum`](crate::Loss::sum).
     pub weight: f64,
-    /// Sums of the tensors [attached](crate::Loss::with) to the losses.
+    /// The learning rate of this update, with the schedule's factor; of the first group, if the
+    /// model has several.
+    pub learning_rate: f64,
+    /// Tensors attached to the losses: [sums](crate::Loss::with_sums) or
+    /// [joined rows](crate::Loss::with_rows).
     pub aux: A,
 }
 
@@ -37,7 +41,8 @@ pub struct Evaluation<A = ()> {
     /// Weight of the mean loss: the number of rows in the batch without padding, or the sum over
     /// the slots of the weights given to [`Loss::sum`](crate::Loss::sum).
     pub weight: f64,
-    /// Sums over the slots of the tensors [attached](crate::Loss::with) to the losses.
+    /// Tensors attached to the loss: [sums](crate::Loss::with_sums) or
+    /// [joined rows](crate::Loss::with_rows).
     pub aux: A,
 }
 

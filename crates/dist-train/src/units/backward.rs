@@ -17,7 +17,7 @@ use crate::{
 pub(crate) struct BackwardState {
     /// Units that the loss entered.
     pub(crate) entered_units: BTreeSet<String>,
-    /// Number of passes through each unit whose gradients must still be reduced.
+    /// Number of passes through each unit with gradients that must still be reduced.
     pub(crate) expected: BTreeMap<String, usize>,
     /// Number of passes with a kept graph and freed parameters.
     n_freed: usize,
@@ -37,7 +37,7 @@ pub(crate) struct BackwardState {
     pub(crate) sums: BTreeMap<usize, Tensor>,
     /// Names of the parameters with a gradient on this slot.
     used: BTreeSet<String>,
-    /// Parameters whose gradients were taken for an update, as indices among the trained
+    /// Parameters with gradients that were taken for an update, as indices among the trained
     /// parameters.
     taken: BTreeSet<usize>,
 }

@@ -59,7 +59,7 @@ impl KeepRules {
     /// # Errors
     ///
     /// Returns [`Error::Plan`](crate::Error::Plan) for an invalid pattern, and
-    /// [`ShardingError::UnmatchedUnit`] for a pattern that matches no unit.
+    /// [`ShardingError::UnitRule`] for a pattern that matches no unit.
     pub(crate) fn unit_keeps(&self, units: &[&str]) -> Result<BTreeMap<String, Keep>> {
         let default = self.default.unwrap_or_default();
         let mut keeps: BTreeMap<String, Keep> =
@@ -74,8 +74,10 @@ impl KeepRules {
                 }
             }
             if !is_used {
-                let pattern = text.clone();
-                return Err(ShardingError::UnmatchedUnit { option: "keep_unit", pattern }.into());
+                let reason = format!(
+                    "the pattern {text:?} of `keep_unit` matches none of the model's units"
+                );
+                return Err(ShardingError::UnitRule { reason }.into());
             }
         }
         Ok(keeps)
@@ -99,8 +101,7 @@ mod tests {
         let refused = rules.unit_keeps(&["embed", "h.0", "h.1"]);
         let is_refused = matches!(
             refused,
-            Err(Error::Sharding(ShardingError::UnmatchedUnit { option: "keep_unit", pattern }))
-                if pattern == "head"
+            Err(Error::Sharding(ShardingError::UnitRule { reason })) if reason.contains("\"head\"")
         );
         assert!(is_refused);
     }

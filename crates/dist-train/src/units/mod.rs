@@ -14,7 +14,7 @@ pub(crate) mod unit_operation;
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use candle_core::{DType, Device, Error, Result, Tensor};
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 use pmap_mesh::TensorTree;
 
@@ -24,7 +24,7 @@ use crate::{
     units::{session::Session, unit_operation::enter},
 };
 
-/// The variables of a model whose layers are built inside the loss. A loss borrows `Units` if its
+/// The variables of a model that builds its layers inside the loss. A loss borrows `Units` if its
 /// model was built [by units](crate::ModelBuilder::by_units). A [sharded](crate::FullyShard) model
 /// gathers the variables of one unit at a time; a [replicated](crate::DataParallel) model always
 /// has all variables.
@@ -123,7 +123,7 @@ impl Units {
     }
 
     /// Applies `f` to `x` with layers built from a unit's variables. The builder passed to `f`
-    /// contains the variables whose names begin with `name.`, without this prefix, or the variables
+    /// contains the variables with names that begin with `name.`, without this prefix, or the variables
     /// defined by the [rules](UnitRules::unit). Inputs and results are tensors of any dtypes or
     /// [trees](TensorTree) of tensors; integers among them have no gradient.
     ///
@@ -156,18 +156,48 @@ impl Units {
         R: TensorTree,
         F: Fn(VarBuilder<'_>, &X) -> Result<R> + Send + Sync + 'static,
     {
-        match &self.0 {
+        let result = match &self.0 {
             UnitSource::Replicated(units) => f(units.builder(name)?, x),
             UnitSource::Sharded(session) => enter(session, name, x, f),
+        };
+        result.map_err(|error| self.explain_missing(error, name))
+    }
+
+    /// Adds the names in a unit to the error of a parameter that its function does not find.
+    fn explain_missing(&self, error: Error, unit: &str) -> Error {
+        if !is_missing_tensor(&error) {
+            return error;
         }
+        let names = match &self.0 {
+            UnitSource::Replicated(units) => units.members(unit),
+            UnitSource::Sharded(session) => session.members(unit),
+        };
+        let names: Vec<String> = names.into_iter().map(|member| member.inner_name).collect();
+        error.context(format!("unit {unit} has the parameters {}", names.join(", ")))
+    }
+}
+
+/// Returns true if the cause of an error is a parameter that a variable builder does not have.
+fn is_missing_tensor(error: &Error) -> bool {
+    match error {
+        Error::CannotFindTensor { .. } => true,
+        Error::Context { inner, .. } | Error::WithBacktrace { inner, .. } => {
+            is_missing_tensor(inner)
+        }
+        _ => false,
     }
 }
 
 impl ReplicatedUnits {
+    fn members(&self, unit: &str) -> Vec<Member> {
+        self.rules.members(unit, self.variables.keys().map(String::as_str))
+    }
+
     fn builder(&self, unit: &str) -> Result<VarBuilder<'static>> {
-        let members = self.rules.members(unit, self.variables.keys().map(String::as_str));
+        let members = self.members(unit);
         if members.is_empty() {
-            return Err(Error::CannotFindTensor { path: format!("{unit}.") }.bt());
+            let names: Vec<&str> = self.variables.keys().map(String::as_str).collect();
+            bail!("no parameter is in unit {unit:?}; the model has {}", names.join(", "))
         }
         let variables = members
             .into_iter()

@@ -30,13 +30,13 @@ pub(crate) struct Model {
     pub(crate) updates_in_backward: bool,
     /// Number of units to prefetch.
     pub(crate) prefetch: usize,
-    /// Orders in which the last batches gathered units.
+    /// Gather orders of the last batches.
     pub(crate) orders: Mutex<GatherOrders>,
     /// Units that a step has trained. If they are recomputed, this gave the same result.
     pub(crate) repeatable: Mutex<BTreeSet<String>>,
 }
 
-/// The order in which the last batch gathered units, separate for training and evaluation.
+/// The gather order of the last batch, separate for training and evaluation.
 #[derive(Debug, Default)]
 pub(crate) struct GatherOrders {
     training: Order,
@@ -60,7 +60,7 @@ pub(crate) struct UnitMember {
     pub(crate) may_be_unused: bool,
     /// The shape of the full parameter.
     pub(crate) shape: Vec<usize>,
-    /// The dtype in which the parameter's gradients are stored.
+    /// The storage dtype of the parameter's gradients.
     pub(crate) dtype: DType,
 }
 
@@ -75,13 +75,13 @@ impl Model {
         self.repeatable().extend(units);
     }
 
-    /// Returns the order in which the last training or evaluation batch gathered units.
+    /// Returns the gather order of the last training or evaluation batch.
     pub(crate) fn order(&self, is_training: bool) -> Order {
         let orders = self.orders();
         Arc::clone(if is_training { &orders.training } else { &orders.evaluation })
     }
 
-    /// Records the order in which a batch gathered units, or clears it if the batch failed: other
+    /// Records the gather order of a batch, or clears it if the batch failed: other
     /// processes may have got further in the order, and all must expect the same.
     pub(crate) fn note_order(&self, is_training: bool, order: Option<Order>) {
         let mut orders = self.orders();

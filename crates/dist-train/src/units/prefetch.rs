@@ -76,7 +76,7 @@ impl<P> Prefetcher<P> {
         mem::take(&mut self.in_flight).into()
     }
 
-    /// Returns the order in which this batch gathered units.
+    /// Returns the gather order of this batch.
     pub(crate) fn order(&self) -> Order {
         self.gathered.as_slice().into()
     }

@@ -63,8 +63,8 @@ impl UnitRules {
     ///
     /// # Errors
     ///
-    /// Returns [`ShardingError::DuplicateUnit`], [`ShardingError::UnmatchedPrefix`], and
-    /// [`ShardingError::NoUnit`] if a parameter is in no unit.
+    /// Returns [`ShardingError::UnitRule`], and [`ShardingError::NoUnit`] if a parameter is in no
+    /// unit.
     pub(crate) fn units(
         &self,
         parameters: &[ParameterInfo],
@@ -129,16 +129,19 @@ impl UnitRules {
     fn check(&self, parameters: &[ParameterInfo]) -> Result<(), ShardingError> {
         for (position, (unit, prefixes)) in self.named.iter().enumerate() {
             if self.named[..position].iter().any(|(other, _)| other == unit) {
-                return Err(ShardingError::DuplicateUnit { unit: unit.clone() });
+                let reason = format!(
+                    "there are two units named {unit:?}: name all prefixes of a unit at once"
+                );
+                return Err(ShardingError::UnitRule { reason });
             }
             let unmatched = prefixes.iter().find(|prefix| {
                 !parameters.iter().any(|parameter| inner_name(parameter.name(), prefix).is_some())
             });
             if let Some(prefix) = unmatched {
-                return Err(ShardingError::UnmatchedPrefix {
-                    unit: unit.clone(),
-                    prefix: prefix.clone(),
-                });
+                let reason = format!(
+                    "the prefix {prefix:?} of unit {unit:?} matches none of the model's parameters"
+                );
+                return Err(ShardingError::UnitRule { reason });
             }
         }
         Ok(())
@@ -244,10 +247,13 @@ mod tests {
             reject(UnitRules::new()),
             ShardingError::NoUnit { parameters: parameters.to_vec() }
         );
-        let (unit, prefix) = ("e".to_owned(), "token".to_owned());
-        let expected = ShardingError::UnmatchedPrefix { unit: unit.clone(), prefix };
-        assert_eq!(reject(UnitRules::new().unit("e", ["token"])), expected);
+        let unmatched = UnitRules::new().unit("e", ["token"]);
         let twice = UnitRules::new().unit("e", ["tokens"]).unit("e", ["head"]);
-        assert_eq!(reject(twice), ShardingError::DuplicateUnit { unit });
+        for (rules, expected) in
+            [(unmatched, "prefix \"token\" of unit \"e\""), (twice, "two units")]
+        {
+            let ShardingError::UnitRule { reason } = reject(rules) else { panic!("{expected}") };
+            assert!(reason.contains(expected), "{reason}");
+        }
     }
 }

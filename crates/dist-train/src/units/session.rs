@@ -27,6 +27,7 @@ use crate::{
         model::{Model, Unit, UnitMember},
         outside_use::RecordedLeaves,
         prefetch::{Order, PrefetchStep, Prefetcher},
+        rules::Member,
         swap_storage::{free_storage, swap_storage},
     },
 };
@@ -56,7 +57,7 @@ pub(crate) struct Session {
 pub(crate) struct PassContext {
     pub(crate) model: Arc<Model>,
     pub(crate) rules: Rules,
-    /// The order in which an earlier batch gathered units.
+    /// The gather order of an earlier batch.
     order: Order,
     freed: FreedParams,
 }
@@ -171,8 +172,8 @@ impl Session {
         found.map_or(Ok(()), |error| Err(self.record_local(error)))
     }
 
-    /// Records and returns the error of a unit whose function uses variables that do not belong to
-    /// the unit.
+    /// Records and returns the error of a unit with a function that uses variables of other
+    /// units.
     pub(crate) fn record_captured(&self, unit: &str, variables: &[&Tensor]) -> candle_core::Error {
         let outside = self.recorded_leaves().find(variables.iter().copied());
         self.record_local(
@@ -316,6 +317,12 @@ impl Session {
         own.into_iter().try_for_each(|name| swap_storage(&kept[name], &gathered[name]))?;
         let shared = shared.into_iter().map(|name| (&kept[name], &gathered[name]));
         self.common.freed.restore(pass, shared)
+    }
+
+    /// Returns the names in a unit; empty if there is no such unit.
+    pub(crate) fn members(&self, unit: &str) -> Vec<Member> {
+        let members = self.model().units.get(unit).into_iter().flat_map(|unit| &unit.members);
+        members.map(|member| member.names.clone()).collect()
     }
 
     /// Returns the builder of a unit's layers. If `has_graph`, the trained parameters are leaves of

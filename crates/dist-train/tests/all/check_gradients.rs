@@ -136,7 +136,7 @@ fn missing_backward_is_found() {
 fn attached_tensors_are_ignored() {
     let with_rows = model(2).check_gradients(batch(8), |_: &Replica, net: &Net, x| {
         let rows = Tensor::new(x.dim(0)? as f32, x.device())?;
-        Ok(Loss::mean(net.loss(&x, Ok)?).with(rows))
+        Ok(Loss::mean(net.loss(&x, Ok)?).with_sums(rows))
     });
     with_rows.unwrap();
 }

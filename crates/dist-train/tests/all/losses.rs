@@ -1,6 +1,7 @@
 //! Weighted losses: loss, norm and update match one device for every distribution of rows.
 
 use std::{
+    iter,
     sync::{Mutex, mpsc},
     time::Duration,
 };
@@ -9,11 +10,12 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Linear, Module, Optimizer, SGD, VarMap, linear, linear_no_bias, loss::mse};
 use core_types::Seed;
 use dist_train::{
-    DataParallel, DistributedModel, Error, Loss, ParamsSgd, Sgd, TrainingError, value_and_grad,
+    DataParallel, DistributedModel, Error, Loss, ParamsSgd, Sgd, TrainingError, Units,
+    value_and_grad,
 };
 use pmap_mesh::{ALL, DeviceMesh, Replica, ReplicaError, Uneven};
 
-use crate::support::refused;
+use crate::support::{LAYOUTS, bits, input, layer, refused, replicated};
 
 /// The time limit of a call.
 const DEADLINE: Duration = Duration::from_millis(20);
@@ -109,6 +111,35 @@ fn bf16_gradients_pass_through_collectives() {
     }
 }
 
+#[test]
+fn attached_rows_of_all_slots_and_batches_are_joined() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    let loss = |_: &Replica, model: &Units, x: Tensor| {
+        let y = model.unit("0", &x, layer)?;
+        Ok(Loss::mean(y.sqr()?.mean_all()?).with_rows((x, y)))
+    };
+    for (layout, uneven) in iter::zip(LAYOUTS, [Uneven::Pad, Uneven::Balanced]) {
+        let builder = layout(replicated(&mesh)).uneven(uneven).allow_unused(["1", "2"]);
+        let mut model = builder.build(|group| SGD::new(group.vars, RATE)).unwrap();
+        // By `Pad`, the slots have 2, 2 and 0 of 4 rows.
+        for _ in 0..2 {
+            let (x, y) = model.evaluate(input(4), loss).unwrap().aux;
+            assert_eq!((bits(&x), y.dims()), (bits(&input(4)), &[4, 3][..]));
+        }
+        let (x, _) = model.accumulate(input(5), loss).unwrap().aux;
+        assert_eq!(bits(&x), bits(&input(5)));
+        let (x, _) = model.step(input(4), loss).unwrap().aux;
+        assert_eq!(bits(&x), [bits(&input(5)), bits(&input(4))].concat());
+
+        let mean = |_: &Replica, model: &Units, x: Tensor| {
+            let y = model.unit("0", &x, layer)?.sqr()?.mean_all()?;
+            Ok(Loss::mean(y.clone()).with_rows(y))
+        };
+        let error = refused(model.evaluate(input(6), mean));
+        assert_eq!(error, TrainingError::AttachedRows { shape: vec![], n_rows: 2 });
+    }
+}
+
 fn simple() -> DistributedModel<Linear, SGD> {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = DataParallel::builder(&mesh, |vb| linear(3, 1, vb));
@@ -125,23 +156,27 @@ fn row_weighted(_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)) -> Result
     Ok(Loss::sum(mse(&model.forward(&x)?, &y)?, y.ones_like()?))
 }
 
+fn not_scalar(what: &'static str, shape: &[usize], dtype: &str) -> TrainingError {
+    TrainingError::NotScalar { slot: 0, what, shape: shape.to_vec(), dtype: dtype.to_owned() }
+}
+
 #[test]
 fn invalid_losses_are_rejected() {
     let mut model = simple();
     assert_eq!(
         refused(model.step(pair(), |_: &Replica, _: &Linear, _| Tensor::new(0_u32, &Device::Cpu))),
-        TrainingError::LossShape { slot: 0, shape: vec![], dtype: "u32".to_owned() }
+        not_scalar("loss", &[], "u32")
     );
     assert_eq!(
         refused(model.step(pair(), |_, model, (x, _)| model.forward(&x))),
-        TrainingError::LossShape { slot: 0, shape: vec![2, 1], dtype: "f32".to_owned() }
+        not_scalar("loss", &[2, 1], "f32")
     );
     let weighing = |weight: f64| {
         move |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
             Ok(Loss::sum(mse(&model.forward(&x)?, &y)?, weight))
         }
     };
-    let shape = TrainingError::WeightShape { slot: 0, shape: vec![2, 1] };
+    let shape = not_scalar("weight of the loss", &[2, 1], "f32");
     assert_eq!(refused(model.step(pair(), row_weighted)), shape);
     assert_eq!(refused(model.step(pair(), weighing(0.0))), TrainingError::NoWeight);
     let negative = TrainingError::Weight { slot: 0, weight: -1.0 };
@@ -206,7 +241,7 @@ fn weightless_batches_add_nothing() {
     }
     let mut model = simple();
     model.accumulate(pair(), weighing(0.0)).unwrap();
-    let shape = TrainingError::WeightShape { slot: 0, shape: vec![2, 1] };
+    let shape = not_scalar("weight of the loss", &[2, 1], "f32");
     assert_eq!(refused(model.step(pair(), row_weighted)), shape);
     assert_eq!(refused(model.step(pair(), weighing(0.0))), TrainingError::NoWeight);
     assert_eq!(refused(model.evaluate(pair(), weighing(0.0))), TrainingError::NoWeight);

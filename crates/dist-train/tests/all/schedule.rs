@@ -124,5 +124,5 @@ fn invalid_schedules_are_rejected() {
         Err(Error::Setting { .. })
     ));
     let error = model.set_group_learning_rate("norms", RATE).unwrap_err();
-    assert!(matches!(error, Error::Training(TrainingError::UnknownGroup { .. })), "{error}");
+    assert!(matches!(error, Error::Training(TrainingError::Option { .. })), "{error}");
 }

@@ -15,7 +15,7 @@ use dist_train::{
 use fsdp_plan::strategy::{Choice, Hybrid};
 use pmap_mesh::{DeviceMesh, Replica, ReplicaError, Uneven};
 
-use crate::support::{layer, refused, saved};
+use crate::support::{layer, refused, refused_option, saved};
 
 type Model = DistributedModel<Linear, SGD>;
 
@@ -222,7 +222,7 @@ fn evaluation_records_no_graph() {
             let y = model.forward(&x)?;
             assert!(!y.track_op(), "an evaluation records no operations");
             let positive = y.gt(-1e9)?.to_dtype(DType::F32)?.sum_all()?;
-            Ok(Loss::mean(y.mean_all()?).with(positive))
+            Ok(Loss::mean(y.mean_all()?).with_sums(positive))
         });
         let found = found.unwrap();
         let [weight, bias] = ["weight", "bias"].map(|name| trained.parameter(name).unwrap());
@@ -248,10 +248,10 @@ fn changed_aux_forms_are_rejected() {
     trained.accumulate(input(4), loss).unwrap();
     let with_two = trained.step(input(4), |_: &Replica, model: &Linear, x| {
         let mean = model.forward(&x)?.mean_all()?;
-        Ok(Loss::mean(mean.clone()).with((mean.clone(), mean)))
+        Ok(Loss::mean(mean.clone()).with_sums((mean.clone(), mean)))
     });
     let error = with_two.unwrap_err().to_string();
-    assert!(error.contains("2 tensors come with the loss, 0 came"), "{error}");
+    assert!(error.contains("2 tensors are attached to the loss (Sum), 0 were"), "{error}");
     // Accumulated gradients are discarded.
     assert!((trained.step(input(4), loss).unwrap().weight - 4.0).abs() < 1e-12);
 }
@@ -291,18 +291,14 @@ fn options_of_other_layouts_are_rejected() {
     let builder =
         || DataParallel::builder(&mesh, |vb| linear(3, 1, vb.pp(0))).by_units(UnitRules::new());
     let rejected = |builder: ModelBuilder<'_, Units>| {
-        refused(builder.build(|group| SGD::new(group.vars, 0.1)))
+        refused_option(builder.build(|group| SGD::new(group.vars, 0.1))).0
     };
-    let only_sharded = |option| TrainingError::OnlySharded { option };
-    assert_eq!(rejected(builder().keep(Keep::Graph)), only_sharded("keep"));
-    assert_eq!(rejected(builder().prefetch(1)), only_sharded("prefetch"));
-    let in_backward = builder().optimizer_in_backward();
-    assert_eq!(rejected(in_backward), only_sharded("optimizer_in_backward"));
-    let only_replicated = |option| TrainingError::OnlyReplicated { option };
+    assert_eq!(rejected(builder().keep(Keep::Graph)), "keep");
+    assert_eq!(rejected(builder().prefetch(1)), "prefetch");
+    assert_eq!(rejected(builder().optimizer_in_backward()), "optimizer_in_backward");
     let sharded = || builder().fully_shard();
-    assert_eq!(rejected(sharded().replicated()), only_replicated("replicated"));
-    let filled = sharded().with_variables(&VarMap::new());
-    assert_eq!(rejected(filled), only_replicated("with_variables"));
+    assert_eq!(rejected(sharded().replicated()), "replicated");
+    assert_eq!(rejected(sharded().with_variables(&VarMap::new())), "with_variables");
 }
 
 #[test]
@@ -335,5 +331,5 @@ fn units_equal_the_whole_model() {
         model.unit("block", &x, |vb, x| linear(3, 3, vb)?.forward(x)?.mean_all())
     });
     let error = missing.unwrap_err().to_string();
-    assert!(error.contains("cannot find tensor block."), "{error}");
+    assert!(error.contains("no parameter is in unit \"block\""), "{error}");
 }

@@ -86,6 +86,17 @@ pub(crate) fn refused<T: fmt::Debug>(outcome: dist_train::Result<T>) -> Training
     }
 }
 
+/// Returns the option and the message of a rejected option.
+#[track_caller]
+pub(crate) fn refused_option<T: fmt::Debug>(
+    outcome: dist_train::Result<T>,
+) -> (&'static str, String) {
+    match refused(outcome) {
+        TrainingError::Option { option, reason } => (option, reason),
+        other => panic!("{other:?}"),
+    }
+}
+
 pub(crate) fn bits(tensor: &Tensor) -> Vec<u32> {
     let items: Vec<f32> = tensor.flatten_all().unwrap().to_vec1().unwrap();
     items.into_iter().map(f32::to_bits).collect()

@@ -34,8 +34,8 @@ use crate::{
     },
 };
 
-/// Constructs a model from a variable builder and a dtype. The builder has the dtype in which the
-/// model computes, and the second argument is the dtype in which the variables are stored.
+/// Constructs a model from a variable builder and a dtype. The builder has the compute dtype, and the
+/// second argument is the storage dtype.
 pub(crate) type TypedConstructor<'a, M> = dyn Fn(VarBuilder<'_>, DType) -> CandleResult<M> + 'a;
 
 /// Builds a model and its optimizers on every slot.
@@ -89,7 +89,7 @@ struct SlotBuilder<'a, M, O> {
     /// The index of this process's first set in the mesh.
     first_set: usize,
     precision: Precision,
-    /// The dtype in which variables are stored.
+    /// The storage dtype of variables.
     dtype: DType,
     model: &'a TypedConstructor<'a, M>,
     optimizer: &'a dyn Fn(Group) -> CandleResult<O>,
@@ -123,7 +123,7 @@ struct Prepared {
     inventory: Inventory,
     /// The variables on the first device, in the order of names.
     vars: Vec<Var>,
-    /// The dtype in which variables are stored, unless the constructor requests another one.
+    /// The storage dtype of variables, unless the constructor requests another one.
     dtype: DType,
 }
 
@@ -175,8 +175,8 @@ fn first_variables(
             vars.push(var);
             continue;
         }
-        // Layers set buffers themselves, so a buffer has only one copy, in the dtype in which the
-        // model computes.
+        // Layers set buffers themselves, so a buffer has only one copy, in the compute
+        // dtype.
         let dtype = match role {
             Role::Buffer => config.precision.compute_dtype(declared.dtype),
             Role::Trained(_) | Role::Frozen => declared.dtype,
@@ -198,15 +198,19 @@ fn check_distinct(declared: &[Declared], existing: &[Option<Var>]) -> Result<(),
     for (position, (second, var)) in named.iter().enumerate() {
         if let Some((first, _)) = named[..position].iter().find(|(_, other)| other.id() == var.id())
         {
-            let (first, second) = (first.name.clone(), second.name.clone());
-            return Err(TrainingError::DuplicateVariable { first, second });
+            let reason = format!(
+                "{} and {} are one variable under two names: ask for one name twice in the \
+                 constructor",
+                first.name, second.name
+            );
+            return Err(TrainingError::option("with_variables", reason));
         }
     }
     Ok(())
 }
 
 /// Returns the worker of a slot. `vars` are the stored variables with their rounded copies, and
-/// `model_vars` are the variables with which the model computes.
+/// `model_vars` are the variables of the model in its compute dtype.
 fn worker<M>(
     inventory: &Inventory,
     duties: &SlotDuties,

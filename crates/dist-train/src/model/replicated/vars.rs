@@ -110,7 +110,7 @@ impl VarSet {
         Ok(vars)
     }
 
-    /// Returns a copy of each variable in the dtype in which the model computes, or `None` for a
+    /// Returns a copy of each variable in the compute dtype, or `None` for a
     /// variable that is stored in this dtype, and for a buffer.
     pub(super) fn rounded_copies(
         &self,
@@ -135,7 +135,7 @@ fn copy_to(var: &Var, device: &Device) -> Result<Var> {
     Var::from_tensor(&move_to_device(&var.as_detached_tensor(), device)?)
 }
 
-/// What a model is used for.
+/// The use of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ModelUse {
     Training,

@@ -30,7 +30,7 @@ pub(super) struct Worker<M> {
     pub(super) trained: Vec<Var>,
     /// The variables that this slot updates, each by its indices in `trained` and in the slot.
     pub(super) owned: Vec<(usize, usize)>,
-    /// The dtype in which the reduced gradient of each trained variable is stored.
+    /// The storage dtype of the reduced gradient of each trained variable.
     pub(super) sum_dtypes: Vec<DType>,
     pub(super) precision: Precision,
     /// Whether any variable has half precision.

@@ -240,7 +240,7 @@ fn member_names(members: &[Member]) -> impl Iterator<Item = &str> {
     members.iter().map(|member| member.name.as_str())
 }
 
-/// Replaces the kept data of each unit by what the plan says about the unit.
+/// Replaces the kept data of each unit by the kept data of the plan.
 fn keeps_of_plan(plan: &ShardingPlan, mut keeps: BTreeMap<String, Keep>) -> BTreeMap<String, Keep> {
     for (unit, keep) in &mut keeps {
         *keep = if plan.keeps_gathered(unit) { Keep::Gathered } else { Keep::Inputs };
@@ -248,8 +248,8 @@ fn keeps_of_plan(plan: &ShardingPlan, mut keeps: BTreeMap<String, Keep>) -> BTre
     keeps
 }
 
-/// Returns the plan with the units that stay gathered. A unit whose parameters are all counted for
-/// other units does not exist in the plan, and is skipped.
+/// Returns the plan with the units that stay gathered. A unit does not exist, if all its
+/// parameters are counted for other units, in the plan, and is skipped.
 fn with_kept_units(plan: &ShardingPlan, keeps: &BTreeMap<String, Keep>) -> Result<ShardingPlan> {
     let kept: Vec<&str> =
         plan.units().into_iter().filter(|unit| keeps.get(*unit) == Some(&Keep::Gathered)).collect();

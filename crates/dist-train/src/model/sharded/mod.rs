@@ -65,7 +65,7 @@ pub(crate) struct ShardedPass<'a, O> {
     layout: &'a Sharded,
     slots: &'a [SharedSlot<O>],
     common: Arc<PassContext>,
-    /// The order in which the first slot of this process gathered units.
+    /// The gather order of the first slot of this process.
     order: OnceLock<Order>,
     /// The units that an update entered.
     entered_units: OnceLock<Vec<String>>,
@@ -83,7 +83,7 @@ impl<'a, O> ShardedPass<'a, O> {
         rules: Rules,
     ) -> Result<Self, TrainingError> {
         if rules.goal == Goal::Accumulate && layout.model.updates_in_backward {
-            return Err(TrainingError::NeedsAllGradients { option: "accumulate" });
+            return Err(TrainingError::needs_all_gradients("accumulate"));
         }
         Ok(Self {
             layout,

@@ -14,7 +14,7 @@ use self::{
     open::open,
 };
 
-/// The rule by which an optimizer updates an item with `N` numbers of state.
+/// The update rule of an optimizer for an item with `N` numbers of state.
 pub(super) trait Rule<const N: usize>: Sync {
     /// Returns the new value and the new state.
     ///

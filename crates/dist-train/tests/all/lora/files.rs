@@ -195,7 +195,7 @@ fn peft_adapters_round_trip() {
     let projected = model
         .evaluate(ones, move |_: &Replica, model: &Units, x: Tensor| {
             let y = model.unit("model.layers.1", &x, unit.clone())?;
-            Ok(dist_train::Loss::mean(y.sum_all()?).with(y))
+            Ok(dist_train::Loss::mean(y.sum_all()?).with_rows(y))
         })
         .unwrap();
     let found = numbers(&projected.aux.t().unwrap());
