@@ -4,9 +4,12 @@ use std::fmt;
 
 use candle_core::{Device, Tensor};
 use core_types::{Fingerprint, Seed};
-use pmap_mesh::TensorTree;
+use pmap_mesh::{DeviceMesh, TensorTree};
 
-use crate::tree;
+use crate::{
+    error::{Doing, Result},
+    tree,
+};
 
 /// The shapes of a batch's tensors before it is split.
 #[derive(Debug)]
@@ -53,12 +56,24 @@ impl fmt::Display for ShardShapes {
 /// differ in nearly all of them.
 const MAX_SAMPLES: usize = 1024;
 
+/// Returns the [`fingerprint`] of a batch that all processes of the mesh must pass; `None` in a single
+/// process.
+pub(crate) fn shared_fingerprint(
+    mesh: &DeviceMesh,
+    batch: &impl TensorTree,
+) -> Result<Option<f64>> {
+    if !mesh.spans_processes() {
+        return Ok(None);
+    }
+    fingerprint(batch).map(Some).doing("reading a batch")
+}
+
 /// Returns a fingerprint of the shapes and dtypes in a batch, and of values in memory: an integer of
 /// 52 bits, which every engine transfers exactly as a number.
 ///
 /// Of a large tensor it reads [`MAX_SAMPLES`] items at random positions, because positions at equal
 /// distances may all be in one column of a table. Values on a GPU are not read.
-pub(crate) fn fingerprint(batch: &impl TensorTree) -> candle_core::Result<f64> {
+fn fingerprint(batch: &impl TensorTree) -> candle_core::Result<f64> {
     let mut fingerprint = Fingerprint::new();
     for leaf in tree::each(batch, Tensor::clone) {
         fingerprint.write_bytes(leaf.dtype().as_str().as_bytes());

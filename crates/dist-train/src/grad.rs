@@ -133,9 +133,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
         // Every process gets the sums of all parameters, divided among its own slots.
         let owned = Arc::new(divide(&sizes, self.mesh.devices().len()));
         let outcome: Arc<(StepErrors, OnceLock<f64>)> = Arc::default();
-        let is_compared = self.mesh.spans_processes();
-        let fingerprint = is_compared.then(|| batch::fingerprint(&batch)).transpose();
-        let fingerprint = fingerprint.doing("reading a batch")?;
+        let fingerprint = batch::shared_fingerprint(&self.mesh, &batch)?;
         let step = self.mesh.pmap({
             let shapes = BatchShapes::new(&batch);
             let loss = Arc::clone(&self.loss);

@@ -51,7 +51,7 @@ pub struct Loss<A = ()> {
     value: Tensor,
     weight: Weight,
     attached: Attached<A>,
-    /// The [fingerprint](crate::batch::fingerprint) of the batch that this process passed, if other
+    /// The [fingerprint](crate::batch::shared_fingerprint) of the batch that this process passed, if other
     /// processes must have passed the same batch.
     batch: Option<f64>,
 }

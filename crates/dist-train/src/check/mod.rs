@@ -174,8 +174,6 @@ const CHECKING: &str = "checking gradients";
 #[expect(clippy::needless_pass_by_value, reason = "constructors take builders by value")]
 #[expect(clippy::unnecessary_wraps, reason = "other norms of the network may fail")]
 mod tests {
-    use std::panic::Location;
-
     use candle_core::{CustomOp1, Shape, Var};
     use candle_nn::{Linear, Module, VarBuilder, VarMap, linear};
     use core_types::Seed;
@@ -374,7 +372,7 @@ mod tests {
             assert_eq!(wrong(report).len(), 5, "{factor}");
         }
         // The error must be larger if it passes through only one branch of a residual.
-        for factor in [0.5, 1.5, -1.0] {
+        for factor in [0.5, 1.5, -1.0, f64::NAN, f64::INFINITY] {
             let (net, vars, x) = net(DType::F32);
             let outcome = check(&vars, || {
                 net.loss(&x, |x| x.contiguous()?.apply_op1(ScaledBackward(factor)))
@@ -437,13 +435,6 @@ mod tests {
 
     #[test]
     fn non_finite_gradients_are_wrong() {
-        for factor in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
-            let (net, vars, x) = net(DType::F32);
-            let outcome = check(&vars, || {
-                net.loss(&x, |x| x.contiguous()?.apply_op1(ScaledBackward(factor)))
-            });
-            assert_eq!(wrong(outcome), ["blocks.0", "embed"], "{factor}");
-        }
         // One item of the root's gradient is undefined; the others are right.
         let var = Var::new(&[0_f64, 4.0], &Device::Cpu).unwrap();
         let report = check(&[("root".to_owned(), var.clone())], || var.sqr()?.sqrt()?.sum_all());
@@ -486,43 +477,6 @@ mod tests {
             net.loss(&x, same)? * calls
         });
         assert!(matches!(outcome, Err(Error::Gradient(GradientError::NotRepeatable { .. }))));
-    }
-
-    /// Records the lines that call its methods.
-    struct LocatedModel(Vec<u32>);
-
-    impl Checked for LocatedModel {
-        #[track_caller]
-        fn loss(&mut self) -> Result<f64> {
-            self.0.push(Location::caller().line());
-            Ok(0.0)
-        }
-
-        #[track_caller]
-        fn gradients(&mut self) -> Result<Vec<Option<Tensor>>> {
-            self.0.push(Location::caller().line());
-            Ok(vec![None])
-        }
-
-        fn compute_dtype(&self, stored: DType) -> DType {
-            stored
-        }
-
-        fn value(&self, _: usize) -> Result<Tensor> {
-            Tensor::zeros(2, DType::F64, &Device::Cpu).doing("a value")
-        }
-
-        fn set(&mut self, _: usize, _: &Tensor) -> Result<()> {
-            Ok(())
-        }
-    }
-
-    #[test]
-    fn losses_have_the_location_of_the_check() {
-        let mut model = LocatedModel(Vec::new());
-        let line = line!() + 1;
-        check_gradients(&mut model, &["a"], &[None]).unwrap();
-        assert!(model.0.len() > 2 && model.0.iter().all(|&asked| asked == line), "{:?}", model.0);
     }
 
     #[test]

@@ -36,7 +36,7 @@ use self::{
 };
 use crate::{
     batch::{self, BatchShapes},
-    error::{Doing, Error, Result, training::TrainingError},
+    error::{Error, Result, training::TrainingError},
     lora::save::{PretrainedFiles, save},
     loss::{self, Loss},
     precision::Precision,
@@ -238,9 +238,9 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
         F: Fn(&Replica, &M, I) -> CandleResult<L> + Send + Sync,
     {
         let shapes = BatchShapes::new(&batch);
-        let is_compared = self.mesh.spans_processes() && !self.options.local_batches;
-        let fingerprint = is_compared.then(|| batch::fingerprint(&batch)).transpose();
-        let fingerprint = fingerprint.doing("reading a batch")?;
+        let is_local = self.options.local_batches;
+        let fingerprint =
+            if is_local { None } else { batch::shared_fingerprint(&self.mesh, &batch)? };
         let report = OnceLock::new();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
             let mut shard = Some(shard);

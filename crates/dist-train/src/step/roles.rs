@@ -267,8 +267,13 @@ mod tests {
         let group = |name: &str, pattern| (name.to_owned(), texts(&[pattern]));
         let groups = |groups: Vec<_>| RolePatterns { groups, ..RolePatterns::default() };
         let frozen = |pattern| RolePatterns { frozen: texts(&[pattern]), ..Default::default() };
+        let unused = |pattern| RolePatterns { unused: texts(&[pattern]), ..Default::default() };
+        let buffers = |pattern| RolePatterns { buffers: texts(&[pattern]), ..Default::default() };
         let overlap = groups(vec![group("a", "head"), group("b", "**.bias")]);
         for (patterns, option, message) in [
+            (unused("haed"), "allow_unused", "of `allow_unused` matches none"),
+            (buffers("haed"), "buffers", "of `buffers` matches none"),
+            (groups(vec![group("a", "haed")]), "group", "of `group` matches none"),
             (frozen("haed.*"), "freeze", "the pattern \"haed.*\" of `freeze` matches none"),
             (overlap, "group", "head.bias is in group \"a\" and in group \"b\""),
             (groups(vec![group("default", "head")]), "group", "two groups named \"default\""),

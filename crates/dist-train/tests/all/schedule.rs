@@ -67,7 +67,10 @@ fn both_layouts_follow_the_schedule() {
         for (step, expected) in expected.iter().enumerate() {
             // Evaluations do not advance the schedule.
             model.evaluate(batch(), loss).unwrap();
-            assert_eq!(model.step(batch(), loss).unwrap().loss.to_bits(), *expected, "{step}");
+            let rate = model.learning_rate().to_bits();
+            assert_eq!(rate, (RATE * schedule().factor(step as u64)).to_bits());
+            let done = model.step(batch(), loss).unwrap();
+            assert_eq!((done.loss.to_bits(), done.learning_rate.to_bits()), (*expected, rate));
         }
     }
 }

@@ -300,36 +300,3 @@ fn options_of_other_layouts_are_rejected() {
     assert_eq!(rejected(sharded().replicated()), "replicated");
     assert_eq!(rejected(sharded().with_variables(&VarMap::new())), "with_variables");
 }
-
-#[test]
-fn units_equal_the_whole_model() {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let layers = |vb: VarBuilder<'_>| {
-        (0..3).map(|n| linear(3, 3, vb.pp("blocks").pp(n))).collect::<Result<Vec<_>>>()
-    };
-    let sgd = |group: Group| SGD::new(group.vars, 0.1);
-    let mut whole = DataParallel::builder(&mesh, layers).build(sgd).unwrap();
-    let mut units =
-        DataParallel::builder(&mesh, layers).by_units(UnitRules::new()).build(sgd).unwrap();
-    let whole_loss = |_: &Replica, model: &Vec<Linear>, x: Tensor| {
-        model.iter().try_fold(x, |x, layer| layer.forward(&x)?.tanh())?.sqr()?.mean_all()
-    };
-    let unit_loss = |_: &Replica, model: &Units, mut x: Tensor| {
-        for n in 0..3 {
-            x = model.unit(&format!("blocks.{n}"), &x, layer)?;
-        }
-        x.sqr()?.mean_all()
-    };
-    for _ in 0..5 {
-        let expected = whole.step(input(4), whole_loss).unwrap();
-        let found = units.step(input(4), unit_loss).unwrap();
-        assert_eq!(found.loss.to_bits(), expected.loss.to_bits());
-    }
-    let evaluated = units.evaluate(input(4), unit_loss).unwrap().loss;
-    assert_eq!(evaluated.to_bits(), whole.evaluate(input(4), whole_loss).unwrap().loss.to_bits());
-    let missing = units.step(input(4), |_: &Replica, model: &Units, x| {
-        model.unit("block", &x, |vb, x| linear(3, 3, vb)?.forward(x)?.mean_all())
-    });
-    let error = missing.unwrap_err().to_string();
-    assert!(error.contains("no parameter is in unit \"block\""), "{error}");
-}

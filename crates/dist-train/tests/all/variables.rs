@@ -223,25 +223,6 @@ fn invalid_numbers_are_rejected() {
     model.load(&saved(&mesh, &model)).unwrap();
 }
 
-#[test]
-fn unmatched_patterns_are_named() {
-    let mesh = DeviceMesh::cpu(1).unwrap();
-    let builder = || DataParallel::builder(&mesh, two_layers);
-    let unmatched =
-        |builder: dist_train::ModelBuilder<'_, _>| builder.build(adam).unwrap_err().to_string();
-    for (option, error) in [
-        ("freeze", unmatched(builder().freeze(["embeddings"]))),
-        ("allow_unused", unmatched(builder().allow_unused(["embeddings"]))),
-        ("buffers", unmatched(builder().buffers(["embeddings"]))),
-        ("group", unmatched(builder().group("no_decay", ["embeddings"]))),
-    ] {
-        let expected = format!(
-            "the pattern \"embeddings\" of `{option}` matches none of the model's variables"
-        );
-        assert_eq!(error, expected);
-    }
-}
-
 #[derive(Debug)]
 struct Batched {
     norm: BatchNorm,
@@ -353,13 +334,6 @@ fn integer_buffers_take_the_maximum() {
         assert_eq!(count as usize, 9 + slots);
         model.check_in_sync().unwrap();
     }
-}
-
-#[test]
-fn variables_have_the_requested_dtype() {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let model = DataParallel::builder(&mesh, two_layers).dtype(DType::F64).build(adam).unwrap();
-    assert!(model.parameters().unwrap().values().all(|var| var.dtype() == DType::F64));
 }
 
 #[test]

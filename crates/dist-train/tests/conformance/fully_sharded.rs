@@ -58,12 +58,16 @@ fn trained(
     strategy: impl ShardingStrategy + 'static,
     keep: Keep,
 ) -> (Vec<Tensor>, DistributedModel<Units, AdamW>) {
-    let mut model = FullyShard::builder(mesh, build)
-        .by_units(rules())
-        .strategy(strategy)
-        .keep(keep)
-        .build(adam)
-        .unwrap();
+    let builder = FullyShard::builder(mesh, build).by_units(rules()).strategy(strategy);
+    steps(mesh, builder.keep(keep))
+}
+
+/// Trains for some steps; returns the losses and parameters, and the model.
+fn steps(
+    mesh: &DeviceMesh,
+    builder: dist_train::ModelBuilder<'_, Units>,
+) -> (Vec<Tensor>, DistributedModel<Units, AdamW>) {
+    let mut model = builder.build(adam).unwrap();
     let mut all: Vec<Tensor> =
         (0..5).map(|step| number(model.step(batch(mesh, step), loss).unwrap().loss)).collect();
     all.push(number(model.evaluate(batch(mesh, 9), loss).unwrap().loss));
@@ -87,30 +91,19 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
         assert_same(&trained(&tested, Full::new(layout), keep).0, &expected);
     }
     assert_same(&trained(&tested, LayerWise::default(), Keep::Inputs).0, &expected);
-    for (keep, prefetch) in [(Keep::Inputs, 1), (Keep::Graph, 2)] {
-        assert_same(&ahead(&tested, keep, prefetch), &expected);
-    }
+    let builder = || FullyShard::builder(&tested, build).by_units(rules());
+    assert_same(&steps(&tested, builder().prefetch(1)).0, &expected);
+    assert_same(&steps(&tested, builder().keep(Keep::Graph).prefetch(2)).0, &expected);
+    assert_same(&steps(&tested, builder().optimizer_in_backward()).0, &expected);
     let in_halves = mixed(&threads, false);
     assert_same(&mixed(&tested, false), &in_halves);
     assert_same(&mixed(&tested, true), &in_halves);
-    in_backward(&tested, &expected);
     accumulated(&tested, &threads);
     traffic(&tested, Box::new(Full::default()));
     traffic(&tested, Box::new(LayerWise::default()));
     checkpoints(&tested, &threads);
     refusals(&tested);
     weights(&tested);
-}
-
-/// Trains with prefetching; returns the losses and parameters.
-fn ahead(mesh: &DeviceMesh, keep: Keep, prefetch: usize) -> Vec<Tensor> {
-    let builder = FullyShard::builder(mesh, build).by_units(rules()).keep(keep);
-    let mut model = builder.prefetch(prefetch).build(adam).unwrap();
-    let mut all: Vec<Tensor> =
-        (0..5).map(|step| number(model.step(batch(mesh, step), loss).unwrap().loss)).collect();
-    all.push(number(model.evaluate(batch(mesh, 9), loss).unwrap().loss));
-    all.extend(names().iter().map(|name| model.parameter(name).unwrap()));
-    all
 }
 
 /// Trains in half precision, replicated, or sharded with one unit prefetched.
@@ -124,17 +117,6 @@ fn mixed(mesh: &DeviceMesh, is_sharded: bool) -> Vec<Tensor> {
         (0..5).map(|step| number(model.step(batch(mesh, step), loss).unwrap().loss)).collect();
     all.extend(names().iter().map(|name| model.parameter(name).unwrap()));
     all
-}
-
-/// Checks that optimizers inside the backward pass give the same bits.
-fn in_backward(tested: &DeviceMesh, expected: &[Tensor]) {
-    let builder = FullyShard::builder(tested, build).by_units(rules());
-    let mut model = builder.optimizer_in_backward().build(adam).unwrap();
-    let mut found: Vec<Tensor> =
-        (0..5).map(|step| number(model.step(batch(tested, step), loss).unwrap().loss)).collect();
-    found.push(number(model.evaluate(batch(tested, 9), loss).unwrap().loss));
-    found.extend(names().iter().map(|name| model.parameter(name).unwrap()));
-    assert_same(&found, expected);
 }
 
 /// Checks that `ReduceLast` has the bits of data parallel.

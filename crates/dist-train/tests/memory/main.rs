@@ -13,8 +13,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::Result;
 use candle_nn::{Optimizer as _, ParamsAdamW};
-use dist_train::{AdamW, DistributedModel, Group, Units};
-use fsdp_plan::cost::CostModel;
+use dist_train::{AdamW, Group};
 use peak_alloc::PeakAlloc;
 
 #[global_allocator]
@@ -76,9 +75,3 @@ fn without_new_buffers<T>(mut measure: impl FnMut(usize) -> T) -> T {
 
 /// Less than a thread's buffer for products, which has the size of a core's second-level cache.
 const SMALLEST_BUFFER: usize = 128 << 10;
-
-/// Returns the sum of all ranks' peaks according to the plan.
-fn planned(model: &DistributedModel<Units, AdamW>) -> usize {
-    let cost = model.plan().unwrap().cost(&CostModel::default().with_prefetch(0)).unwrap();
-    cost.ranks.iter().map(|rank| usize::try_from(rank.peak_bytes()).unwrap()).sum()
-}

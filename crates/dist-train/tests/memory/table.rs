@@ -1,4 +1,4 @@
-//! Peak memory of 7.3 million parameters on the slots of one process.
+//! Peak memory of 4.2 million parameters on the slots of one process.
 
 use std::num::NonZeroUsize;
 
@@ -18,7 +18,7 @@ use pmap_mesh::{DeviceMesh, Replica};
 use crate::{adam, alone, measure};
 
 const WIDTH: usize = 256;
-const BLOCKS: usize = 8;
+const BLOCKS: usize = 4;
 const HEADS: usize = 8;
 const VOCABULARY: usize = 2048;
 const LENGTH: usize = 8;
@@ -129,36 +129,33 @@ fn measured(slots: usize, options: fn(UnitsBuilder<'_>) -> UnitsBuilder<'_>) -> 
     (measure(make, step).peaks[1] / MIB, usize::try_from(planned).unwrap() / MIB)
 }
 
+/// Compares the measured with the planned peak.
+fn check(slots: usize, options: fn(UnitsBuilder<'_>) -> UnitsBuilder<'_>) {
+    let _alone = alone();
+    let (found, planned) = measured(slots, options);
+    println!("{slots} slots: {found} MiB, {planned} planned");
+    assert!(100 * found <= 105 * planned, "{slots} slots: {found} MiB, {planned} planned");
+    assert!(100 * planned <= 130 * found, "{slots} slots: {found} MiB, {planned} planned");
+}
+
 #[test]
 fn peaks_match_the_plan() {
-    let _alone = alone();
     // On two cores, the peak of eight slots varies with the number of slots in a unit at the same
-    // time, so their limit is the plan's peak.
-    for (slots, most) in [(2, 128), (8, 175)] {
-        let (found, planned) = measured(slots, |builder| builder);
-        println!("{slots} slots: {found} MiB, {planned} planned, at most {most}");
-        assert!(found <= most, "{slots} slots: {found} MiB");
-        assert!(100 * found <= 105 * planned, "{slots} slots: {found} MiB, {planned} planned");
-        assert!(100 * planned <= 125 * found, "{slots} slots: {found} MiB, {planned} planned");
+    // time.
+    for slots in [2, 8] {
+        check(slots, |builder| builder);
     }
 }
 
 /// Memory contains the graphs of all units for four rows, and the parameters of one unit.
 #[test]
 fn kept_graphs_store_one_unit() {
-    let _alone = alone();
-    let (found, planned) = measured(2, |builder| builder.keep(Keep::Graph));
-    println!("2 slots: {found} MiB, {planned} planned");
-    assert!(found <= 128, "{found} MiB");
-    assert!(100 * found <= 105 * planned, "{found} MiB, {planned} planned");
+    check(2, |builder| builder.keep(Keep::Graph));
 }
 
 /// Each parameter takes 12 bytes: its value and two moments.
 #[test]
 fn backward_optimizers_free_gradients() {
-    let _alone = alone();
     #[expect(clippy::redundant_closure_for_method_calls, reason = "the method has one lifetime")]
-    let (found, _) = measured(2, |builder| builder.optimizer_in_backward());
-    println!("2 slots: {found} MiB");
-    assert!(found <= 110, "{found} MiB");
+    check(2, |builder| builder.optimizer_in_backward());
 }

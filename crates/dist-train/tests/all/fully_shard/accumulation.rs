@@ -136,19 +136,6 @@ fn load_discards_accumulated_batches() {
     }
 }
 
-/// The second slot's shards of accumulated batches have no weight.
-#[test]
-fn slots_without_weight_add_nothing() {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let weighted = |ctx: &Replica, model: &Units, x: Tensor| {
-        let weight = if ctx.slot() == 0 { 3.0 } else { 0.0 };
-        let sum = through(&["0", "1", "2"])(ctx, model, x)?;
-        let factor = if weight == 0.0 { f64::NAN } else { 1.0 };
-        Ok(Loss::sum((sum * factor)?, weight))
-    };
-    check_accumulated(&mesh, weighted, &["0", "1", "2"]);
-}
-
 #[test]
 fn failed_step_discards_accumulated_gradients() {
     let mesh = DeviceMesh::cpu(2).unwrap();

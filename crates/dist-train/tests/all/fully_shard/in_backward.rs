@@ -71,38 +71,6 @@ fn every_optimizer_counts_every_step() {
     }
 }
 
-/// Two units have parameter `0`, and one of them is entered twice.
-fn shared(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
-    let first = |vb: VarBuilder<'_>, x: &Tensor| linear(3, 3, vb.pp("0"))?.forward(x)?.tanh();
-    let x = model.unit("first", &x, first)?;
-    let x = model.unit("both", &x, |vb, x| {
-        linear(3, 3, vb.pp("0"))?.forward(&linear(3, 3, vb.pp("1"))?.forward(x)?.tanh()?)
-    })?;
-    let x = model.unit("2", &x, |vb, x| linear(3, 3, vb)?.forward(x))?;
-    // This result is not used, so it adds no gradients.
-    model.unit("2", &x, |vb, x| linear(3, 3, vb)?.forward(x))?;
-    model.unit("first", &x, first)?.sqr()?.mean_all()
-}
-
-#[test]
-fn shared_parameters_are_updated_last() {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let trained = |builder: ModelBuilder<'_, Units>| {
-        let mut model = builder.build(adam).unwrap();
-        let losses: Vec<u64> =
-            (0..5).map(|_| model.step(input(6), shared).unwrap().loss.to_bits()).collect();
-        (losses, values(&model))
-    };
-    for keep in KEEPS {
-        let builder = || {
-            let rules = UnitRules::new().unit("first", ["0"]).unit("both", ["0", "1"]);
-            FullyShard::builder(&mesh, layers::<3>).by_units(rules).keep(keep)
-        };
-        let expected = trained(builder());
-        assert_eq!(trained(builder().optimizer_in_backward()), expected, "{keep:?}");
-    }
-}
-
 #[test]
 fn clipping_and_accumulation_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();

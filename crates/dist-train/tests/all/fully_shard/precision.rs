@@ -153,62 +153,6 @@ fn rounded_copies_follow_the_callers_variables() {
     assert_eq!(losses(&mut model, 0..0), losses(&mut expected, 0..0));
 }
 
-/// The number of bytes depends on the dtypes.
-#[test]
-fn traffic_matches_the_schedule() {
-    let grid = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
-    let line = DeviceMesh::cpu(3).unwrap();
-    let hybrid = || {
-        let hybrid = Hybrid::default().with_rule("norm", Choice::Replicate).unwrap();
-        hybrid.with_rule("mix", Choice::Replicate).unwrap()
-    };
-    for reduce_dtype in [DType::F32, DType::BF16] {
-        let builder = |mesh| sharded(mesh).mixed_precision(DType::BF16, reduce_dtype);
-        let models = [
-            (&line, builder(&line).build(adam).unwrap()),
-            (&line, builder(&line).strategy(hybrid()).build(adam).unwrap()),
-            (&grid, builder(&grid).strategy(Hsdp::new(hybrid(), 2)).build(adam).unwrap()),
-        ];
-        for (mesh, mut model) in models {
-            let before = mesh.traffic();
-            model.step(batch(12, 0), loss).unwrap();
-            let plan = model.plan().unwrap().clone();
-            let schedule = plan.schedule(&model.cost_model().unwrap()).unwrap();
-            let step = mesh.traffic().into_iter().zip(before);
-            for (slot, (after, before)) in step.enumerate() {
-                let rank = Placement::new(slot as u64, mesh.len() as u64).unwrap().rank();
-                let handed = schedule.handed_over(rank).unwrap();
-                let found = after - before;
-                let scalars = 4 * 8 + 4 + 8 * plan.parameters().len() as u64;
-                assert_eq!(found.all_gather.bytes, handed.all_gather.bytes + scalars, "{slot}");
-                assert_eq!(found.reduce_scatter.bytes, handed.reduce_scatter.bytes, "{slot}");
-                assert_eq!(found.all_reduce.bytes, handed.all_reduce.bytes, "{slot}");
-            }
-        }
-    }
-}
-
-/// After 60 steps the losses differ by less than 2 %.
-#[test]
-fn mixed_losses_follow_single_precision() {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let last = |is_mixed: bool| {
-        let builder = sharded(&mesh).init(Seed::new(5));
-        let builder =
-            if is_mixed { builder.mixed_precision(DType::BF16, DType::F32) } else { builder };
-        let mut model = builder.build(adam).unwrap();
-        let first = model.evaluate(batch(8, 0), loss).unwrap().loss;
-        for step in 0..60 {
-            model.step(batch(8, step % 3), loss).unwrap();
-        }
-        let last = model.evaluate(batch(8, 0), loss).unwrap().loss;
-        assert!(last < 0.8 * first, "{last} after {first}");
-        last
-    };
-    let (single, mixed) = (last(false), last(true));
-    assert!((mixed / single - 1.0).abs() < 0.02, "{mixed} for {single}");
-}
-
 #[test]
 fn f16_requires_allow_non_finite() {
     let mesh = DeviceMesh::cpu(2).unwrap();

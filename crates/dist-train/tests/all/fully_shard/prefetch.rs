@@ -173,36 +173,3 @@ fn rejected_step_reports_its_cause() {
         }
     }
 }
-
-/// Enters a unit with the first layer twice, and a unit with all four layers.
-fn tied(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
-    let first = |vb: VarBuilder<'_>, x: &Tensor| linear(3, 3, vb.pp("0"))?.forward(x)?.tanh();
-    let x = model.unit("first", &x, first)?;
-    let x = model.unit("rest", &x, |vb, x| {
-        let mut x = x.clone();
-        for n in 0..4 {
-            x = linear(3, 3, vb.pp(n))?.forward(&x)?.tanh()?;
-        }
-        Ok(x)
-    })?;
-    model.unit("first", &x, first)?.sqr()?.mean_all()
-}
-
-#[test]
-fn tied_parameters_are_updated_last() {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let trained = |prefetch, is_in_backward: bool| {
-        let rules = UnitRules::new().unit("first", ["0"]).unit("rest", ["0", "1", "2", "3"]);
-        let builder = FullyShard::builder(&mesh, layers::<4>).by_units(rules).prefetch(prefetch);
-        let builder = if is_in_backward { builder.optimizer_in_backward() } else { builder };
-        let mut model = builder.build(adam).unwrap();
-        let losses: Vec<u64> =
-            (0..5).map(|_| model.step(input(12), tied).unwrap().loss.to_bits()).collect();
-        (losses, bits(&model.parameter("0.weight").unwrap()))
-    };
-    let expected = trained(0, false);
-    for prefetch in [0, 1, 2] {
-        assert_eq!(trained(prefetch, true), expected, "{prefetch} ahead, in backward");
-        assert_eq!(trained(prefetch, false), expected, "{prefetch} ahead");
-    }
-}

@@ -123,6 +123,22 @@ fn frozen_parameters_are_not_reduced() {
     assert_eq!(step[0].reduce_scatter.calls, 3, "five units, two of them frozen");
 }
 
+/// The number of bytes depends on the dtypes.
+#[test]
+fn halves_are_sent_as_such() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    for reduce_dtype in [DType::F32, DType::BF16] {
+        let builder = sharded(&mesh).mixed_precision(DType::BF16, reduce_dtype);
+        let mut model = builder.build(adam).unwrap();
+        let before = mesh.traffic();
+        model.step(batch(6, 0), loss).unwrap();
+        let step = difference(mesh.traffic(), before);
+        let plan = model.plan().unwrap().clone();
+        let schedule = plan.schedule(&model.cost_model().unwrap()).unwrap();
+        check(&step, &schedule, plan.parameters().len(), &format!("{reduce_dtype:?}"));
+    }
+}
+
 #[test]
 fn leading_frozen_units_gather_once() {
     let mesh = DeviceMesh::cpu(3).unwrap();
