@@ -9,13 +9,13 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear, linear_no_bias};
 use core_types::Seed;
 use dist_train::{
-    DataParallel, DistributedModel, Error, Group, Keep, Loss, ModelBuilder, ParamsSgd, Sgd,
-    TrainingError, UnitRules, Units,
+    DataParallel, DistributedModel, Error, Keep, Loss, ModelBuilder, ParamsSgd, Sgd, TrainingError,
+    UnitRules, Units,
 };
 use fsdp_plan::strategy::{Choice, Hybrid};
 use pmap_mesh::{DeviceMesh, Replica, ReplicaError, Uneven};
 
-use crate::support::{layer, refused, refused_option, saved};
+use crate::support::{refused, refused_option, saved};
 
 type Model = DistributedModel<Linear, SGD>;
 

@@ -133,7 +133,6 @@ fn measured(slots: usize, options: fn(UnitsBuilder<'_>) -> UnitsBuilder<'_>) -> 
 fn check(slots: usize, options: fn(UnitsBuilder<'_>) -> UnitsBuilder<'_>) {
     let _alone = alone();
     let (found, planned) = measured(slots, options);
-    println!("{slots} slots: {found} MiB, {planned} planned");
     assert!(100 * found <= 105 * planned, "{slots} slots: {found} MiB, {planned} planned");
     assert!(100 * planned <= 130 * found, "{slots} slots: {found} MiB, {planned} planned");
 }

@@ -2,13 +2,10 @@
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, linear};
-use dist_train::{
-    Accumulation, AdamW, DistributedModel, FullyShard, Group, ModelBuilder, TrainingError,
-    UnitRules, Units,
-};
+use dist_train::{Accumulation, AdamW, DistributedModel, FullyShard, Group, TrainingError, Units};
 use pmap_mesh::{DeviceMesh, Replica};
 
-use super::model::{KEEPS, adam, batch, loss, sharded};
+use super::model::{adam, batch, loss, sharded};
 use crate::support::{
     assert_same, bits, input, layer, layers, refused, refused_option, replicated, saved,
 };

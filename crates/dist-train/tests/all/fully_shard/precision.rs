@@ -4,9 +4,8 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarMap;
-use core_types::{Placement, Seed};
 use dist_train::{AdamW, Declared, DistributedModel, Keep, ModelBuilder, Units};
-use fsdp_plan::strategy::{Choice, Full, Hsdp, Hybrid};
+use fsdp_plan::strategy::Full;
 use pmap_mesh::DeviceMesh;
 
 use super::model::{KEEPS, adam, batch, data_parallel, loss, parameters, sharded};

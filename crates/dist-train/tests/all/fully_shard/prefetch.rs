@@ -1,9 +1,9 @@
 //! Units gathered before their use.
 
 use candle_core::{Result, Tensor, bail};
-use candle_nn::{Module, VarBuilder, linear};
+use candle_nn::{Module, linear};
 use core_types::Placement;
-use dist_train::{Error, FullyShard, Keep, TrainingError, UnitRules, Units};
+use dist_train::{Error, FullyShard, Keep, TrainingError, Units};
 use pmap_mesh::{DeviceMesh, Replica};
 
 use super::model::{KEEPS, adam, batch, loss, sharded};

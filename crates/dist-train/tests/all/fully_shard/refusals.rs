@@ -9,7 +9,7 @@ use dist_train::{DistributedModel, Error, FullyShard, Keep, ShardingError, Train
 use fsdp_plan::strategy::{Choice, Full, Hybrid, Layout, ShardingStrategy};
 use pmap_mesh::{CollectiveError, DeviceMesh, Replica};
 
-use super::model::{KEEPS, adam, batch, loss, sharded};
+use super::model::{KEEPS, adam, sharded};
 use crate::support::{LAYOUTS, input, layers, refused, replicated, saved};
 
 fn cannot_build(build: impl Fn(VarBuilder<'_>) -> Result<()>) -> ShardingError {
