@@ -21,23 +21,6 @@ fn everywhere(
 }
 
 #[test]
-fn f8_runs_are_gathered() {
-    everywhere(&[("a", 3)], |ctx| {
-        let layout = lists::layout(&[(vec![5], DType::F8E4M3)], 3, 1);
-        let whole = Tensor::new(&[0_f32, 1., -2., 0.5, 8.], &Device::Cpu)?;
-        let whole = whole.to_dtype(DType::F8E4M3)?;
-        let own = lists::owned_runs(&layout, ctx.slot(), std::slice::from_ref(&whole))?;
-        let gathered = ctx.gather_runs(own, &layout, ALL)?;
-        assert_eq!(
-            gathered[0].to_dtype(DType::F32)?.to_vec1::<f32>()?,
-            whole.to_dtype(DType::F32)?.to_vec1::<f32>()?
-        );
-        Ok(())
-    })
-    .unwrap();
-}
-
-#[test]
 fn gathered_tensors_are_shared_leaves() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let layout = lists::layout(&[(vec![4, 2], DType::F32)], 2, 0);
@@ -136,7 +119,7 @@ fn set_after_sum_changes_no_result() {
     };
     for slots in [1, 2] {
         everywhere(&[("a", slots)], move |ctx| {
-            (0..500).try_for_each(|_| {
+            (0..100).try_for_each(|_| {
                 set(ctx, |ctx: &Replica, list: Vec<Tensor>| ctx.psum_list(list, &[0, 1], ALL))
                     .and_then(|()| {
                         set(ctx, |ctx: &Replica, tree: Vec<Tensor>| ctx.psum(&tree, ALL))
