@@ -47,7 +47,7 @@ use crate::{
         processes::{self, CallGuard, CurrentCall, ProcessSlot, call_hash, description},
         traffic::TrafficCounter,
     },
-    error::{self, CollectiveError, Error, ProcessError},
+    error::{self, Error, ProcessError},
     grid::{PROCESS_DEADLINE, Topology},
     reduce::Reduction,
 };
