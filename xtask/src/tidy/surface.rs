@@ -213,11 +213,12 @@ mod tests {
     use super::*;
 
     const CRATE: [(&str, &str); 3] = [
-        ("src/lib.rs", "mod a; pub mod b; pub use a::{Used, Idle as Still}; #[doc(hidden)] pub use a::support;"),
+        ("src/lib.rs", "mod a; pub mod b; pub use a::{Answer, Used, Idle as Still}; #[doc(hidden)] pub use a::support;"),
         (
             "src/a.rs",
             "pub struct Used; pub struct Idle; pub struct Inner; pub fn support() {}
-             impl Used { pub fn new() -> Self { Self } pub fn ask(&self) {} pub fn rest(&self) {} fn own(&self) {} }
+             pub struct Answer; impl Idle { pub fn same(self, _: Idle) {} }
+             impl Used { pub fn new() -> Self { Self } pub fn ask(&self) -> Vec<Answer> { vec![] } pub fn rest(&self) {} fn own(&self) {} }
              impl Inner { pub fn never(&self) {} }",
         ),
         ("src/b.rs", "pub fn free() {} pub(crate) fn ours() {}"),
@@ -234,20 +235,21 @@ mod tests {
 
     #[test]
     fn unused_public_name_is_found() {
-        let all = ["b", "Still", "Used", "free", "Used::new", "Used::ask", "Used::rest"];
+        let all =
+            ["b", "Idle::same", "Still", "Used", "free", "Used::new", "Used::ask", "Used::rest"];
         let sorted = |mut names: Vec<String>| {
             names.sort();
             names
         };
         let expected = sorted(all.map(str::to_owned).to_vec());
+        // Callers get an `Answer` of `ask` without its name.
         assert_eq!(sorted(names("", "")), expected);
         // A name that the code defines, or that is not a call, is not a use.
         assert_eq!(
             sorted(names("fn free() { let b = x.rest; Other::new() }", "free rest")),
             expected
         );
-        let code =
-            "use a_crate::{Still, b::free}; fn f(x: a_crate::Used) { vec![x.ask(), Used::new()]; }";
+        let code = "use a_crate::{Still, b::free}; fn f(x: a_crate::Used) { vec![x.ask(), x.same(x), Used::new()]; }";
         assert_eq!(names(code, ""), ["Used::rest"]);
         assert!(names(code, "Call `Used::rest`.").is_empty());
         assert!(names(code, "```rust\nx.rest()\n```\n").is_empty());
