@@ -83,7 +83,7 @@ impl Error {
     pub(crate) fn out_of_range(
         op: &'static str,
         name: impl Into<String>,
-        value: impl ToString,
+        value: &impl ToString,
         expected: impl Into<String>,
     ) -> Self {
         let (name, value, expected) = (name.into(), value.to_string(), expected.into());

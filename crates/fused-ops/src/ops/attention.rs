@@ -169,11 +169,11 @@ impl AttentionSizes {
         let shape = || Error::Shape { op: OP, input: "qkv", found: qkv.dims().to_vec(), expected };
         let &[batch, length, width] = qkv.dims() else { return Err(shape()) };
         if key_heads == 0 {
-            return Err(Error::out_of_range(OP, "key_heads", 0, "at least 1"));
+            return Err(Error::out_of_range(OP, "key_heads", &0, "at least 1"));
         }
         if !heads.is_multiple_of(key_heads) {
             let expected = format!("a multiple of {key_heads} key heads");
-            return Err(Error::out_of_range(OP, "heads", heads, expected));
+            return Err(Error::out_of_range(OP, "heads", &heads, expected));
         }
         if length == 0 || width == 0 || !width.is_multiple_of(n_parts) {
             return Err(shape());
@@ -217,7 +217,7 @@ fn check_lengths(lengths: &[usize], sizes: &AttentionSizes) -> Result<()> {
         None => Ok(()),
         Some(&length) => {
             let expected = format!("from 1 to {}", sizes.keys);
-            Err(Error::out_of_range(OP, "a key length", length, expected))
+            Err(Error::out_of_range(OP, "a key length", &length, expected))
         }
     }
 }

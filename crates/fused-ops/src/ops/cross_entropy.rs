@@ -88,7 +88,7 @@ impl CrossEntropy {
     pub fn mean(&self) -> Result<Tensor> {
         if self.weight == 0.0 {
             let name = "the weight of all rows";
-            return Err(Error::out_of_range(OP, name, 0, "more than 0 for a mean"));
+            return Err(Error::out_of_range(OP, name, &0, "more than 0 for a mean"));
         }
         Ok((&self.sum / self.weight)?)
     }
@@ -199,7 +199,7 @@ fn check(
 ) -> Result<()> {
     let smoothing = config.label_smoothing;
     if !(0.0..=1.0).contains(&smoothing) {
-        return Err(Error::out_of_range(op, "label smoothing", smoothing, "from 0 to 1"));
+        return Err(Error::out_of_range(op, "label smoothing", &smoothing, "from 0 to 1"));
     }
     check_weights(op, "row_weights", config.row_weights.as_ref(), targets.dims())?;
     check_weights(op, "class_weights", config.class_weights.as_ref(), &[classes])

@@ -63,7 +63,7 @@ pub fn dropout(x: &Tensor, probability: f64, key: DropoutKey) -> Result<Tensor> 
 fn check(probability: f64, key: DropoutKey) -> Result<DropSpec> {
     if !(0.0..1.0).contains(&probability) {
         let expected = "at least 0 and less than 1";
-        return Err(Error::out_of_range("dropout", "probability", probability, expected));
+        return Err(Error::out_of_range("dropout", "probability", &probability, expected));
     }
     Ok(DropSpec::new(probability, key))
 }

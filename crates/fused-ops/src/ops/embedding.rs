@@ -144,6 +144,6 @@ pub(crate) fn check_index(
     let checked = usize::try_from(index).ok().filter(|&index| index < limit);
     checked.ok_or_else(|| {
         let name = format!("the index at position {position}");
-        Error::out_of_range(op, name, index, format!("at least 0 and below {limit}"))
+        Error::out_of_range(op, name, &index, format!("at least 0 and below {limit}"))
     })
 }

@@ -58,7 +58,7 @@ type Limit<'a> = dyn Fn(Pick, usize) -> f64 + 'a;
 
 /// Every run uses the same shapes, because a rounding bound is tight for some shape among many.
 fn config() -> ProptestConfig {
-    ProptestConfig { rng_seed: RngSeed::Fixed(1), ..ProptestConfig::with_cases(24) }
+    ProptestConfig { rng_seed: RngSeed::Fixed(1), ..ProptestConfig::with_cases(8) }
 }
 
 proptest! {

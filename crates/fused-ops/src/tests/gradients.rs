@@ -48,7 +48,7 @@ fn difference(case: &OpCase, inputs: &[Tensor], input: usize, element: usize) ->
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(16))]
+    #![proptest_config(ProptestConfig::with_cases(6))]
 
     #[test]
     fn row_operations(rows in 1..8_usize, width in 2..70_usize, seed in 1..1000_u64) {
