@@ -35,7 +35,7 @@ pub struct Checkpoint {
 
 impl Checkpoint {
     /// Opens the checkpoint in the folder `path`, and checks its index and the headers of its
-    /// files. Tensors are checked when they are read, or by [`verify`](Self::verify).
+    /// files. Tensors are checked when they are read.
     ///
     /// # Errors
     ///
