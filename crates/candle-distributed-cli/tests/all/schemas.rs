@@ -158,7 +158,7 @@ fn plans(dir: &Path) -> [SchemaExamples; 4] {
     fs::write(&model, MANIFEST).unwrap();
     fs::write(&rules, RULES).unwrap();
     let plan = |more: &[&str]| json(&[&["plan", &model], more].concat());
-    let plans = vec![
+    let mut plans = vec![
         plan(&words("--world-size 4 --rank 1 --budget 1KiB --links h100 --stay-gathered h.1")),
         plan(&words("--world-size 4 --runtime candle --tokens 9 --width 8 --slots 2")),
         plan(&["--world-size", "4", "--replicas", "2", "--layout", "flat"]),
@@ -181,6 +181,7 @@ fn plans(dir: &Path) -> [SchemaExamples; 4] {
     )
     .unwrap();
     differences.push(against(&plans[0]));
+    plans.push(plan_of_run(dir));
     [
         SchemaExamples { name: "plan", documents: plans, free: &[] },
         // Differences describe parameters in the same format.
@@ -201,6 +202,15 @@ fn plans(dir: &Path) -> [SchemaExamples; 4] {
             ],
         },
     ]
+}
+
+/// Trains a sharded run for a step, and returns its plan.
+fn plan_of_run(dir: &Path) -> Value {
+    let [data, out] = ["run.txt", "run"].map(|name| dir.join(name).to_str().unwrap().to_owned());
+    fs::write(&data, "A text.\n\nAnother text.\n\n").unwrap();
+    let options = words("--steps 1 --strategy full --world-size 2 --no-sample");
+    text(&[&["train", "--data", &data, "--out", &out], &options[..]].concat());
+    json(&["plan", &out])
 }
 
 /// Returns a resized plan with the parts that each rank kept. Only the Rust API makes such plans.

@@ -114,7 +114,7 @@ fn plan_of_a_run_predicts_what_a_dry_run_predicts() {
         if more.is_empty() {
             let plan = support::json(&plan);
             let cuts = plan["parameters"].as_array().unwrap().iter().map(|info| &info["cut"]);
-            assert!(cuts.eq(vec!["replicated"; 21]), "{plan}");
+            assert!(cuts.eq(["replicated"; 21]), "{plan}");
             continue;
         }
         for kind in ["all_gather", "reduce_scatter"] {
