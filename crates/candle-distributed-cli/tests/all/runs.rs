@@ -60,31 +60,23 @@ fn foreign_checkpoint_is_never_loaded() {
     home.complete("whole");
     home.killed("run");
     home.train("seed", &["--steps", STEPS, "--seed", "1"]);
-    for (name, step) in [("seed", "step-0000000008")] {
-        let mixed = format!("mixed-{name}");
-        copy(&home.at("run"), &home.at(&mixed));
-        let checkpoints = home.at(&mixed).join("checkpoints");
-        fs::remove_dir_all(checkpoints.join("step-0000000008")).unwrap();
-        copy(&home.at(name).join("checkpoints").join(step), &checkpoints.join(step));
-        copy(&home.at(&mixed), &home.at("alone"));
+    copy(&home.at("run"), &home.at("mixed"));
+    let checkpoints = home.at("mixed").join("checkpoints");
+    let step = "step-0000000008";
+    fs::remove_dir_all(checkpoints.join(step)).unwrap();
+    copy(&home.at("seed/checkpoints").join(step), &checkpoints.join(step));
+    copy(&home.at("mixed"), &home.at("alone"));
 
-        // With an own checkpoint, the foreign one is skipped with a warning.
-        let resumed = home.resume(&mixed, &[]);
-        assert!(resumed.status.success(), "{name}: {}", said(&resumed));
-        assert!(said(&resumed).contains(step), "{}", said(&resumed));
-        assert!(said(&resumed).contains("this is a checkpoint of run"), "{}", said(&resumed));
-        assert!(home.model(&mixed) == home.model("whole"));
+    // With an own checkpoint, the foreign one is skipped with a warning.
+    let resumed = home.resume("mixed", &[]);
+    assert!(resumed.status.success(), "{}", said(&resumed));
+    assert!(said(&resumed).contains(step), "{}", said(&resumed));
+    assert!(said(&resumed).contains("this is a checkpoint of run"), "{}", said(&resumed));
+    assert!(home.model("mixed") == home.model("whole"));
 
-        // Without an own checkpoint, resuming fails.
-        let own = home.at("alone").join("checkpoints/step-0000000004");
-        fs::remove_dir_all(own).unwrap();
-        home.is_rejected(
-            "alone",
-            &[],
-            &["this is a checkpoint of run", "hint: ", "another folder"],
-        );
-        fs::remove_dir_all(home.at("alone")).unwrap();
-    }
+    // Without an own checkpoint, resuming fails.
+    fs::remove_dir_all(home.at("alone/checkpoints/step-0000000004")).unwrap();
+    home.is_rejected("alone", &[], &["this is a checkpoint of run", "hint: ", "another folder"]);
 }
 
 #[test]
