@@ -310,7 +310,8 @@ fn start(
         loader => loader.unwrap(),
     };
     let started = match state {
-        Some(state) => loader.load_state_dict(state),
+        // A loop that sets its first epoch does not begin it anew.
+        Some(state) => loader.load_state_dict(state).and_then(|()| loader.set_epoch(history.epoch)),
         None => loader.set_epoch(history.epoch),
     };
     match started {

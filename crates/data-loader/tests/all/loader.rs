@@ -68,25 +68,6 @@ impl Dataset for SlowFirst {
 }
 
 #[test]
-fn workers_do_not_change_batches() {
-    for n_workers in 0..5 {
-        for (size, drops_last) in [(7, false), (7, true), (1, false), (200, false)] {
-            let builder = |n| {
-                numbers(103)
-                    .batch_size(size)
-                    .drop_last(drops_last)
-                    .shuffle(Seed::new(3))
-                    .num_workers(n)
-            };
-            assert_eq!(epoch_of(builder(n_workers), 2), epoch_of(builder(0), 2));
-        }
-    }
-    let n_batches =
-        |drops_last| epoch_of(numbers(103).batch_size(7).drop_last(drops_last), 0).len();
-    assert_eq!((n_batches(false), n_batches(true)), (15, 14));
-}
-
-#[test]
 fn late_first_batches_keep_their_place() {
     let (n_begun, begun) = (Mutex::new(0), Condvar::new());
     let dataset = SlowFirst { n: 40, n_begun, begun, lookahead: 1 };
@@ -345,24 +326,6 @@ fn cancelled_batches_end_after_a_sample() {
     release(100);
     drop(loader);
     assert_eq!(has_begun.iter().count(), 0);
-}
-
-#[test]
-fn ranks_read_disjoint_samples() {
-    for world_size in 1..6 {
-        let mut all: Vec<u64> = Vec::new();
-        for rank in 0..world_size {
-            let placement = Placement::new(rank, world_size).unwrap();
-            let builder = numbers(62).batch_size(5).shuffle(Seed::new(9)).placement(placement);
-            let batches = epoch_of(builder, 1);
-            assert_eq!(batches.len() as u64, (62 / world_size).div_ceil(5));
-            all.extend(batches.concat());
-        }
-        assert_eq!(all.len() as u64, 62 - 62 % world_size);
-        all.sort_unstable();
-        all.dedup();
-        assert_eq!(all.len() as u64, 62 - 62 % world_size);
-    }
 }
 
 #[test]

@@ -666,8 +666,7 @@ fn n_equal_pairs(numbers: &mut [u64]) -> f64 {
 const SAMPLES: u64 = 300_000;
 
 /// Small primes, powers of two and of four and their neighbors, and some other lengths.
-const LENS: [u64; 17] =
-    [61, 63, 64, 65, 100, 127, 128, 129, 257, 1000, 1009, 4095, 4096, 4097, 10_007, 16_385, 65_537];
+const LENS: [u64; 10] = [61, 64, 65, 100, 127, 128, 1009, 4096, 4097, 65_537];
 
 /// Lengths near the limits of each word size, and the longest.
 const LONG_LENS: [u64; 9] = [
@@ -714,8 +713,8 @@ fn check_passes(findings: &[TestStatistic]) {
 /// Checks that the battery detects `family` with most seeds.
 fn check_fails(family: OrderFamily, lens: &[u64]) {
     for &len in lens {
-        let n_seeds = (0..5).filter(|&seed| is_far_off(&battery(family, &[len], seed))).count();
-        assert!(n_seeds >= 3, "{len}: {n_seeds} of 5 seeds");
+        let n_seeds = (0..3).filter(|&seed| is_far_off(&battery(family, &[len], seed))).count();
+        assert!(n_seeds >= 2, "{len}: {n_seeds} of 3 seeds");
     }
 }
 
