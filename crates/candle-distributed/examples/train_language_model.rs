@@ -123,10 +123,10 @@ pub(crate) fn train(
 ) -> Result<Option<f64>> {
     let texts: Arc<Vec<Vec<u32>>> = Arc::new((0..TEXTS).map(text).collect());
     let lengths: Vec<usize> = texts.iter().map(Vec::len).collect();
-    let collate = move |(step, state): (Step, BatchState)| {
-        let padded =
-            Collator::default().pad(&step.batch, |n| &texts[n as usize][..], &Device::Cpu)?;
-        Ok::<_, candle_core::Error>((step.batch, (padded.ids, padded.labels), state))
+    let collate = move |(mut step, state): (Step, BatchState)| {
+        let batch = step.micro_batches.remove(0); // without accumulation, the only one
+        let padded = Collator::default().pad(&batch, |n| &texts[n as usize][..], &Device::Cpu)?;
+        Ok::<_, candle_core::Error>((batch, (padded.ids, padded.labels), state))
     };
     let mut order = DistributedSampler::new(TEXTS, Placement::SINGLE, SamplerConfig::default())?;
     let config = BatchConfig::default().with_strategy(DynamicBatchStrategy::Dynamic);

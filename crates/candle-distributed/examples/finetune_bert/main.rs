@@ -94,7 +94,7 @@ fn train(mesh: &DeviceMesh, model: &mut Model, checkpoints: &Checkpoints, last: 
             steps = batches.epoch(order.epoch(), &order)?;
             continue;
         };
-        let batch = texts.collate(&step.batch)?;
+        let batch = texts.collate(&step.micro_batches[0])?;
         let done =
             model.step(batch, |ctx, model, batch| loss(model, batch, Some(ctx.batch_keys())))?;
         if model.steps().is_multiple_of(50) {

@@ -254,8 +254,7 @@ impl DynamicEpoch {
     fn next_batch(&mut self) -> (Batch, bool) {
         if self.step.is_empty() {
             let step = self.steps.next().expect("there are as many steps as counted");
-            self.step.push_back(step.batch);
-            self.step.extend(step.later_batches);
+            self.step.extend(step.micro_batches);
         }
         let batch = self.step.pop_front().expect("a step has a batch of each rank");
         (batch, self.step.is_empty())

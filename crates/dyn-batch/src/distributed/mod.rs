@@ -56,7 +56,7 @@ use crate::{
 ///         DistributedBatchSampler::new(batches.clone(), Placement::new(rank, 4)?, config)?;
 ///     let steps = sampler.epoch(Epoch::new(3), 0..100)?;
 ///     assert_eq!(steps.len(), 7, "on every rank");
-///     n_sequences += steps.map(|step| step.batch.len()).sum::<usize>();
+///     n_sequences += steps.map(|step| step.micro_batches[0].len()).sum::<usize>();
 /// }
 /// assert_eq!(n_sequences, 100);
 /// # Ok::<(), Box<dyn std::error::Error>>(())

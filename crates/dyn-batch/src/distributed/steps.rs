@@ -24,16 +24,34 @@ use crate::{
     sampler::{plan::BatchPlan, shuffle::shuffle},
 };
 
-/// One step of a rank: its batch, or its micro-batches, and the totals of all ranks.
+/// One step of a rank: its micro-batches, and the totals of all ranks.
+///
+/// The weight of a mean loss is [`real_tokens`](Batch::real_tokens) of its micro-batch: the sum of mean
+/// times weight over all micro-batches and ranks, divided by the step's
+/// [`real_tokens`](Self::real_tokens), is the mean over all tokens, up to rounding, in any grid.
+///
+/// # Examples
+///
+/// ```
+/// # use core_types::{Epoch, Placement};
+/// # use dyn_batch::*;
+/// let batches =
+///     DynamicBatchSampler::new([9_u32, 2, 3, 8], BatchConfig::default().with_max_tokens(10))?;
+/// let config = DistributedConfig::default()
+///     .with_layout(StepLayout::Grid(GridConfig::default().with_global_batch_size(4)));
+/// let sampler = DistributedBatchSampler::new(batches, Placement::SINGLE, config)?;
+/// let step = sampler.epoch(Epoch::ZERO, 0..4)?.next().ok_or("no step")?;
+/// let weights: Vec<u64> = step.micro_batches.iter().map(|batch| batch.real_tokens).collect();
+/// assert_eq!((weights, step.real_tokens), (vec![9, 8, 5], 22));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct Step {
-    /// Batch of this rank; with accumulation, the first.
-    pub batch: Batch,
-    /// Further batches of this rank, with accumulation.
-    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "Vec::is_empty"))]
-    pub later_batches: Vec<Batch>,
+    /// Batches of this rank, at least one: one by default, and one per micro-step in a grid or with
+    /// accumulation.
+    pub micro_batches: Vec<Batch>,
     /// Real tokens in the batches of all ranks.
     pub real_tokens: u64,
     /// Number of ranks.
@@ -41,31 +59,6 @@ pub struct Step {
 }
 
 impl Step {
-    /// Returns the micro-batches of this rank: one, or one per micro-step with accumulation.
-    ///
-    /// The weight of a mean loss is [`real_tokens`](Batch::real_tokens) of its micro-batch: the sum of
-    /// mean times weight over all micro-batches and ranks, divided by the step's
-    /// [`real_tokens`](Self::real_tokens), is the mean over all tokens, up to rounding, in any grid.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// # use core_types::{Epoch, Placement};
-    /// # use dyn_batch::*;
-    /// let batches =
-    ///     DynamicBatchSampler::new([9_u32, 2, 3, 8], BatchConfig::default().with_max_tokens(10))?;
-    /// let config = DistributedConfig::default()
-    ///     .with_layout(StepLayout::Grid(GridConfig::default().with_global_batch_size(4)));
-    /// let sampler = DistributedBatchSampler::new(batches, Placement::SINGLE, config)?;
-    /// let step = sampler.epoch(Epoch::ZERO, 0..4)?.next().ok_or("no step")?;
-    /// let weights: Vec<u64> = step.micro_batches().map(|batch| batch.real_tokens).collect();
-    /// assert_eq!((weights, step.real_tokens), (vec![9, 8, 5], 22));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn micro_batches(&self) -> impl Iterator<Item = &Batch> {
-        iter::once(&self.batch).chain(&self.later_batches)
-    }
-
     /// Returns the factor for this rank's mean loss over all its tokens before gradients are
     /// averaged over the ranks, so that every token of the step has the same weight; 0 for a step without tokens.
     ///
@@ -97,7 +90,7 @@ impl Step {
         if self.real_tokens == 0 {
             return 0.0;
         }
-        let rank_tokens = self.micro_batches().map(|batch| batch.real_tokens);
+        let rank_tokens = self.micro_batches.iter().map(|batch| batch.real_tokens);
         let rank_tokens = rank_tokens.fold(0, u64::saturating_add);
         rank_tokens as f64 * self.world_size as f64 / self.real_tokens as f64
     }
@@ -603,12 +596,8 @@ impl<L: SequenceLengths> Steps<L> {
         let placement = self.placement;
         let indices = self.batch_indices_of_step(step).iter();
         let tokens = indices.map(|&index| self.plan.planned_batch(index as usize).real_tokens);
-        let mut batches = self.rank_batches(placement.rank().as_usize(), step).into_iter();
-        #[expect(clippy::expect_used, reason = "steps are made for the world of the placement")]
-        let batch = batches.next().expect("every rank has a batch");
         Step {
-            batch,
-            later_batches: batches.collect(),
+            micro_batches: self.rank_batches(placement.rank().as_usize(), step),
             real_tokens: tokens.fold(0, u64::saturating_add),
             world_size: placement.world_size().as_u64(),
         }

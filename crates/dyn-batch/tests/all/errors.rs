@@ -347,7 +347,7 @@ fn joining_huge_batches_does_not_overflow() {
     let dealt = DistributedConfig::default().with_layout(StepLayout::Dealt);
     let placement = Placement::new(0, 2).unwrap();
     let sampler = DistributedBatchSampler::new(batches, placement, dealt).unwrap();
-    let sizes = sampler.epoch(Epoch::ZERO, 0..5).unwrap().map(|step| step.batch.len());
+    let sizes = sampler.epoch(Epoch::ZERO, 0..5).unwrap().map(|step| step.micro_batches[0].len());
     assert_eq!(sizes.collect::<Vec<_>>(), [1, 2]);
 }
 

@@ -152,8 +152,8 @@ fn make_for_rank(
     let n_skipped = commands::iterator_count(args.start);
     'steps: for step in steps.by_ref().skip(n_skipped).take(commands::iterator_count(n_batches)) {
         let step_real_tokens = Some(step.real_tokens);
-        for batch in step.micro_batches() {
-            if on_batch(BatchEntry { batch: batch.clone(), step_real_tokens }).is_break() {
+        for batch in step.micro_batches {
+            if on_batch(BatchEntry { batch, step_real_tokens }).is_break() {
                 break 'steps;
             }
         }

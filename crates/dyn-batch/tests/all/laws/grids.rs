@@ -78,12 +78,12 @@ impl GridEpoch {
         let mut all_steps = Vec::new();
         for nth in 0..by_rank[0].len() {
             let step: Vec<&Step> = by_rank.iter().map(|steps| &steps[nth]).collect();
-            let n_micro_steps = step[0].micro_batches().count();
+            let n_micro_steps = step[0].micro_batches.len();
             let mut indices = Vec::new();
             let mut tokens = 0;
             for rank in &step {
-                assert_eq!(rank.micro_batches().count(), n_micro_steps);
-                for batch in rank.micro_batches() {
+                assert_eq!(rank.micro_batches.len(), n_micro_steps);
+                for batch in &rank.micro_batches {
                     self.check_batch(batch);
                     indices.extend(batch.indices.iter().copied());
                     tokens += batch.real_tokens;
@@ -107,7 +107,7 @@ impl GridEpoch {
         let mut read = Vec::new();
         for steps in &mut first {
             for step in steps.by_ref().take(n_steps) {
-                read.extend(step.micro_batches().flat_map(|batch| batch.indices.clone()));
+                read.extend(step.micro_batches.iter().flat_map(|batch| batch.indices.clone()));
             }
         }
         let state = first[0].state();
@@ -130,7 +130,7 @@ impl GridEpoch {
 }
 
 fn indices_of(step: &Step) -> Vec<u64> {
-    step.micro_batches().flat_map(|batch| batch.indices.clone()).collect()
+    step.micro_batches.iter().flat_map(|batch| batch.indices.clone()).collect()
 }
 
 proptest! {
@@ -200,7 +200,7 @@ fn accumulation_is_the_fewest_within_limits() {
     let batches = BatchConfig::default().with_max_tokens(20);
     let epoch = GridEpoch::new([vec![10; 8], vec![5; 8]].concat(), batches, config);
     let steps = epoch.sampler(0, 2).unwrap().epoch(EPOCH, 0..16).unwrap();
-    let counts: Vec<usize> = steps.map(|step| step.micro_batches().count()).collect();
+    let counts: Vec<usize> = steps.map(|step| step.micro_batches.len()).collect();
     assert_eq!(counts, [2, 1]);
 }
 

@@ -79,7 +79,7 @@ fn single_rank_batches(
     let single = DistributedBatchSampler::new(sampler.clone(), Placement::SINGLE, config)?;
     let steps = single.epoch(Epoch::ZERO, 0..sampler.lengths().len() as u64)?;
     let report = steps.report();
-    Ok((steps.map(|step| step.batch).collect(), report))
+    Ok((steps.flat_map(|step| step.micro_batches).collect(), report))
 }
 
 /// Checks all laws of one configuration; returns the number of batches, or `None` if a sequence
@@ -191,15 +191,16 @@ fn check_steps(lengths: &[u64], batch_config: &BatchConfig, world: u64, config: 
         let mut weights = 0.0;
         for (rank, batch) in ranks.iter_mut().zip(&batches) {
             let step = rank.next().unwrap();
-            assert_eq!(step.batch, *batch, "every rank knows the batches of all ranks");
+            let own = &step.micro_batches[..];
+            assert_eq!(own, [batch.clone()], "every rank knows the batches of all ranks");
             assert_eq!(
                 step.real_tokens,
                 batches.iter().map(|batch| batch.real_tokens).sum::<u64>()
             );
             weights += step.loss_weight();
-            check_batch(&step.batch, lengths, batch_config);
-            seen.extend(step.batch.indices.clone());
-            kept.extend(step.batch.indices);
+            check_batch(batch, lengths, batch_config);
+            seen.extend(batch.indices.clone());
+            kept.extend(batch.indices.clone());
         }
         assert!(
             (weights - world as f64).abs() < 1e-9

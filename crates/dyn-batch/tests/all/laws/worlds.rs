@@ -99,7 +99,7 @@ impl SharedEpoch {
                 .iter_mut()
                 .flat_map(|steps| steps.by_ref().take(n_steps))
                 .flat_map(|step| {
-                    step.micro_batches().flat_map(|b| b.indices.clone()).collect::<Vec<_>>()
+                    step.micro_batches.iter().flat_map(|b| b.indices.clone()).collect::<Vec<_>>()
                 })
                 .collect();
             self.remove(&mut unread, &mut repeatable, &read);
