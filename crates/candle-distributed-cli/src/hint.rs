@@ -251,7 +251,7 @@ fn sampler(error: &sampler::Error) -> Option<&'static str> {
         sampler::Error::RankWeights { .. } => {
             Some("--rank-weights takes one number per rank, such as 2,1,1")
         }
-        sampler::Error::StateMismatch { .. } => Some(
+        sampler::Error::StateMismatch { what, .. } if *what != "format version" => Some(
             "resume with the options that wrote the state; only --world-size and --rank may differ",
         ),
         _ => None,
