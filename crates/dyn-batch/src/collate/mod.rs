@@ -473,7 +473,7 @@ mod tests {
         assert!(
             error
                 .to_string()
-                .contains("a tensor of 1099511627776 x 1099511627776 tokens is larger than"),
+                .contains("a tensor of 1099511627776 x 1099511627776 x 1 elements is larger"),
             "{error}"
         );
     }
