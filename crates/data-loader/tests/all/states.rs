@@ -9,9 +9,7 @@ use core_types::{Epoch, Placement, Seed};
 use data_loader::{
     BoxError, DataLoader, Dataset, Error, LoaderBuilder, LoaderState, OnError, SampleBatch,
 };
-use dyn_batch::{
-    BatchConfig, DistributedConfig, DynamicBatchStrategy, GridConfig, Remainder, StepLayout,
-};
+use dyn_batch::{BatchConfig, DistributedConfig, GridConfig, Remainder, StepLayout};
 
 #[expect(clippy::unnecessary_wraps, reason = "the signature of a collate function")]
 fn items(samples: SampleBatch<u64>) -> Result<Vec<u64>, BoxError> {
@@ -80,35 +78,6 @@ fn state_is_behind_the_returned_batch() {
 fn count(seen: &mut BTreeMap<u64, u32>, batch: Vec<u64>) {
     for index in batch {
         *seen.entry(index).or_default() += 1;
-    }
-}
-
-#[test]
-fn state_resumes_on_any_world() {
-    for (from, to) in [(1, 1), (2, 4), (4, 2), (3, 5), (8, 1)] {
-        for n_taken in 0..4 {
-            let mut seen = BTreeMap::new();
-            let mut states = Vec::new();
-            for place in world(from) {
-                let mut loader =
-                    builder(240).placement(place).num_workers(2).collate(items).unwrap();
-                loader.set_epoch(Epoch::new(1)).unwrap();
-                loader.by_ref().take(n_taken).for_each(|batch| count(&mut seen, batch.unwrap()));
-                states.push(through_json(&loader.state_dict()));
-            }
-            assert!(states.iter().all(|state| *state == states[0]));
-            for place in world(to) {
-                let mut loader =
-                    builder(240).placement(place).num_workers(1).collate(items).unwrap();
-                loader.load_state_dict(&states[0]).unwrap();
-                // A loop that sets its first epoch does not begin it anew.
-                loader.set_epoch(Epoch::new(1)).unwrap();
-                loader.for_each(|batch| count(&mut seen, batch.unwrap()));
-            }
-            assert!(seen.values().all(|&times| times == 1), "{from} to {to} after {n_taken}");
-            let n_left = 240 - n_taken as u64 * from * 5;
-            assert_eq!(seen.len() as u64, 240 - n_left % to, "{from} to {to} after {n_taken}");
-        }
     }
 }
 
@@ -226,39 +195,6 @@ fn skipped_samples_count_after_a_resume() {
 }
 
 #[test]
-fn planned_batches_resume_on_any_world() {
-    let lengths: Vec<u64> = (0..300).map(|n| 1 + n * 7919 % 37).collect();
-    let loader = |place, n_workers| {
-        let strategy = DynamicBatchStrategy::Dynamic;
-        let config = BatchConfig::default().with_max_tokens(128).with_strategy(strategy);
-        DataLoader::builder((0..300).collect::<Vec<u64>>())
-            .batches(config, lengths.clone())
-            .shuffle(Seed::new(5))
-            .placement(place)
-            .num_workers(n_workers)
-            .collate(items)
-            .unwrap()
-    };
-    for (from, to) in [(1, 1), (2, 3), (3, 1), (2, 2)] {
-        let mut seen = BTreeMap::new();
-        let mut states = Vec::new();
-        for place in world(from) {
-            let mut first = loader(place, 2);
-            first.set_epoch(Epoch::new(1)).unwrap();
-            first.by_ref().take(3).for_each(|batch| count(&mut seen, batch.unwrap()));
-            states.push(through_json(&first.state_dict()));
-        }
-        assert!(states.iter().all(|state| *state == states[0]));
-        for place in world(to) {
-            let mut second = loader(place, 0);
-            second.load_state_dict(&states[0]).unwrap();
-            second.for_each(|batch| count(&mut seen, batch.unwrap()));
-        }
-        assert!(seen.len() == 300 && seen.values().all(|&times| times == 1), "{from} to {to}");
-    }
-}
-
-#[test]
 fn finished_epochs_start_again() {
     let ten =
         |batch_size| DataLoader::builder((0..10).collect::<Vec<u64>>()).batch_size(batch_size);
@@ -349,5 +285,41 @@ fn micro_batches_of_all_steps_are_read() {
             }
         }
         assert!(seen.len() == 660 && seen.values().all(|&times| times == 1), "{name}");
+    }
+}
+
+/// States after three batches, of five samples and planned by lengths, as checkpoints have them.
+const FIXED: &str = concat!(
+    r#"{"format_version":1,"position":{"fixed":{"batch_size":5,"sampler":{"format_version":1,"#,
+    r#""order":"shuffled","len":100,"fingerprint":0,"seed":10478045481179633872,"epoch":7,"#,
+    r#""stages":[{"world_size":1,"rule":{"strided":"drop"},"consumed":15}]}}},"#,
+    r#""fingerprint":null,"skipped":0}"#
+);
+const PLANNED: &str = concat!(
+    r#"{"format_version":1,"position":{"dynamic":{"format_version":1,"epoch":7,"step":3,"#,
+    r#""n_steps":20,"world_size":2,"fingerprint":4668230097970634995,"cut":[],"#,
+    r#""earlier_worlds":[]}},"fingerprint":null,"skipped":0}"#
+);
+
+#[test]
+fn states_of_version_1_resume() {
+    let planned = DataLoader::builder((0..100).collect::<Vec<u64>>())
+        .batches(
+            BatchConfig::default().with_max_tokens(24),
+            (0..100).map(|n| 1 + n * 7 % 9).collect::<Vec<u64>>(),
+        )
+        .steps(DistributedConfig::default().with_shuffle(Seed::new(5)));
+    for (builder, json, next) in [
+        (builder(100), FIXED, vec![7, 18, 73, 54, 86]),
+        (planned.placement(Placement::new(1, 2).unwrap()), PLANNED, vec![49, 50]),
+    ] {
+        let mut loader = builder.collate(items).unwrap();
+        loader.set_epoch(Epoch::new(7)).unwrap();
+        assert!(loader.by_ref().take(3).all(|batch| batch.is_ok()));
+        let found = serde_json::to_string(&loader.state_dict()).unwrap();
+        let following = loader.next().unwrap().unwrap();
+        assert_eq!((found.as_str(), &following), (json, &next));
+        loader.load_state_dict(&serde_json::from_str(json).unwrap()).unwrap();
+        assert_eq!(loader.next().unwrap().unwrap(), next);
     }
 }

@@ -431,6 +431,28 @@ mod tests {
         }
     }
 
+    /// The position of a run of packed rows after three steps of epoch 1, as checkpoints have it. Its
+    /// fingerprint includes every batch of the epoch.
+    const POSITION: &str = concat!(
+        r#"{"format_version":1,"epoch":1,"step":3,"n_steps":7,"world_size":2,"#,
+        r#""fingerprint":14578585528962042213,"cut":[],"earlier_worlds":[]}"#
+    );
+
+    #[test]
+    fn positions_of_version_1_resume() {
+        let strategy = DynamicBatchStrategy::Pack(Packing::BestFit);
+        let packed =
+            Batching { strategy, n_batches: 2, accumulate: Some(2), ..Batching::bucketed(64) };
+        let schedule = BatchSchedule::new((10..60).collect(), Seed::new(0), &packed).unwrap();
+        let schedule = Arc::new(schedule);
+        let steps = schedule.steps(None).unwrap().map(Result::unwrap);
+        let second: Vec<ScheduledStep> = steps.skip_while(|step| step.epoch < 1).take(4).collect();
+        assert_eq!(serde_json::to_string(&second[2].state).unwrap(), POSITION);
+        let state = serde_json::from_str(POSITION).unwrap();
+        let next = schedule.steps(Some(&state)).unwrap().next().unwrap().unwrap();
+        assert_eq!(next.micro_batches, second[3].micro_batches);
+    }
+
     #[test]
     fn mixed_epochs_follow_their_weights() {
         let mixture = [weights(0, 0, [7, 3]), weights(2, 0, [1, 1])];
