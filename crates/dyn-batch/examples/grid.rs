@@ -74,5 +74,5 @@ fn least_seconds<T>(mut work: impl FnMut() -> T) -> f64 {
 /// Returns the indices of all cells, step by step.
 fn cells(steps: &Steps<&[u64]>) -> Vec<Vec<Vec<u64>>> {
     let steps = (0..).map_while(|step| steps.all_ranks(step));
-    steps.map(|batches| batches.into_iter().map(|batch| batch.indices).collect()).collect()
+    steps.map(|ranks| ranks.into_iter().flatten().map(|batch| batch.indices).collect()).collect()
 }

@@ -99,9 +99,9 @@ impl<T: TensorTree> Sharded<T> {
         let topology = Topology::new(vec![(DeviceMesh::AXIS.to_owned(), n_local)], n_local)?;
         let cuts = plan_cuts(arguments, specs, uneven, &topology);
         // A process whose arguments cannot be cut takes part, so that the others do not wait for it.
-        let n_rows = cuts
-            .as_ref()
-            .map_or(0, |cuts| cuts.iter().find(|cut| !cut.is_uncut()).map_or(0, ArgumentCuts::n_rows));
+        let n_rows = cuts.as_ref().map_or(0, |cuts| {
+            cuts.iter().find(|cut| !cut.is_uncut()).map_or(0, ArgumentCuts::n_rows)
+        });
         let here = [u64::from(cuts.is_err()), n_rows as u64];
         let by_slot = mesh.gather_numbers(&vec![here; n_local])?;
         let cuts = cuts?;
