@@ -206,7 +206,8 @@ fn plans(dir: &Path) -> [SchemaExamples; 4] {
 
 /// Trains a sharded run for a step, and returns its plan.
 fn plan_of_run(dir: &Path) -> Value {
-    let [data, out] = ["run.txt", "run"].map(|name| dir.join(name).to_str().unwrap().to_owned());
+    let [data, out] =
+        ["planned.txt", "planned"].map(|name| dir.join(name).to_str().unwrap().to_owned());
     fs::write(&data, "A text.\n\nAnother text.\n\n").unwrap();
     let options = words("--steps 1 --strategy full --world-size 2 --no-sample");
     text(&[&["train", "--data", &data, "--out", &out], &options[..]].concat());
