@@ -344,12 +344,12 @@ fn other_mixtures_are_rejected() {
 fn changed_weights_resume_without_being_given_again() {
     let new = || repeated(&[(100, 1), (100, 3)], 100);
     for n_before in [0, 10] {
-        for n_after in [0, 5] {
+        for n_after in [0_usize, 5] {
             let mut changed = new();
             changed.resume_with_weights(&new().state(n_before), &[1, 1]).unwrap();
-            let state = changed.state(n_after);
+            let state = changed.state(n_after as u64);
             let later = resumed(new(), &state);
-            let rest: Vec<u64> = changed.iter().skip(n_after as usize).collect();
+            let rest: Vec<u64> = changed.iter().skip(n_after).collect();
             assert!(later.iter().eq(rest.iter().copied()), "{n_before} + {n_after}");
             assert!(resumed(new(), &later.state(3)).iter().eq(rest.iter().skip(3).copied()));
             // A sampler whose weights were changed at once resumes, too.

@@ -332,13 +332,14 @@ impl<L: SequenceLengths> BatchPlan<L> {
 pub(crate) const LIMIT: u64 = u32::MAX as u64;
 
 /// Cuts of sorted sequences, from a state: see [`BatchPlan::sorted_cuts`].
+#[derive(Clone, Copy)]
 struct SortedCuts<'a>(&'a [(u32, u32)]);
 
 impl SortedCuts<'_> {
     /// Returns the ends of the batches, counted in groups, or `None` if the cuts are from another plan.
     ///
     /// Leading batches smaller than a group are left out: the arrangement adds the surplus again.
-    fn group_ends(&self, group_len: usize, n_sequences: u64) -> Option<Vec<usize>> {
+    fn group_ends(self, group_len: usize, n_sequences: u64) -> Option<Vec<usize>> {
         // More batches than sequences might exceed the memory.
         let counts = self.0.iter().map(|&(_, count)| u64::from(count));
         let n_batches = counts.fold(0, u64::saturating_add);
