@@ -267,7 +267,9 @@ fn micro_batches_of_all_steps_are_read() {
             let mut whole = loader(place, 2);
             whole.set_epoch(Epoch::ZERO).unwrap();
             let batches: Vec<_> = whole.by_ref().map(Result::unwrap).collect();
-            batches.iter().for_each(|(_, items)| count(&mut seen, items.clone()));
+            for (_, items) in &batches {
+                count(&mut seen, items.clone());
+            }
             assert!(batches[micro_steps - 1].0 && !batches[micro_steps - 2].0, "{name}");
             assert!(batches.last().unwrap().0, "{name}");
             // A state within the second step is that after the first.
