@@ -192,7 +192,11 @@ fn check_steps(lengths: &[u64], batch_config: &BatchConfig, world: u64, config: 
         for (rank, batch) in ranks.iter_mut().zip(&batches) {
             let step = rank.next().unwrap();
             let own = &step.micro_batches[..];
-            assert_eq!(own, [batch.clone()], "every rank knows the batches of all ranks");
+            assert_eq!(
+                own,
+                std::slice::from_ref(batch),
+                "every rank knows the batches of all ranks"
+            );
             assert_eq!(
                 step.real_tokens,
                 batches.iter().map(|batch| batch.real_tokens).sum::<u64>()
