@@ -33,7 +33,7 @@ pub(super) fn names(item: &Item) -> BTreeSet<String> {
             for member in &item.items {
                 match member {
                     ImplItem::Fn(member) if is_pub(&member.vis) => {
-                        names.visit_signature(&member.sig)
+                        names.visit_signature(&member.sig);
                     }
                     ImplItem::Type(member) => names.visit_type(&member.ty),
                     _ => {}
