@@ -42,7 +42,7 @@ fn step_adds_only_slot_gradients() {
     let plain = peak_of(|| optimizer.backward_step(&loss(&plain_model, &x).unwrap()).unwrap());
 
     let params = LAYERS * (SIZE * SIZE + SIZE) * size_of::<f32>();
-    for slots in [1, 2, 4] {
+    for slots in [1, 4] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let mut trained = DataParallel::builder(&mesh, model)
             .with_variables(&vars)
