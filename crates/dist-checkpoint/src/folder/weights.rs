@@ -210,7 +210,7 @@ impl StoredWeights {
     ///
     /// # Errors
     ///
-    /// [`Error::Checksum`] or [`Error::NoChecksum`] for a damaged tensor, [`Error::Io`] if a file
+    /// [`Error::Damaged`] for a damaged tensor or one without a checksum, [`Error::Io`] if a file
     /// cannot be read.
     #[doc(hidden)]
     pub fn verify(&self) -> Result<()> {
