@@ -66,7 +66,7 @@ pub enum Error {
         weight: String,
     },
     /// All weights of samples, ranks or parts are 0.
-    #[error("all {weights} weights are 0")]
+    #[error("none of the {weights} weights is above 0")]
     NoWeight {
         /// Number of weights.
         weights: usize,

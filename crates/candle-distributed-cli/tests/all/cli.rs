@@ -134,7 +134,7 @@ fn sample_mixes_data_sets_by_weight() {
     let too_long = ["sample", "--mix", &[half, half].join(",")];
     rejects(&too_long, &["18446744073709551615 is too long"]);
     rejects(&["sample", "--mix", "100"], &["colon"]);
-    rejects(&["sample", "--mix", "100:0"], &["weight above 0"]);
+    rejects(&["sample", "--mix", "100:0"], &["weights is above 0"]);
     rejects(&["sample", "--mix", "0:1"], &["length 0"]);
     let two_ranks = text(&[&mix[..], &["--world-size", "2", "--rank", "1"]].concat());
     assert_eq!(two_ranks, "100\n2\n3\n102\n6\n", "ranks share one order");
