@@ -94,7 +94,7 @@ fn sample_draws_by_weight() {
     assert!((2400..2600).contains(&of("2")), "{}", of("2"));
     for (weights, words) in [
         ("1 -1", &["-1", "index 1"][..]),
-        ("0 0", &["all 2 weights"]),
+        ("0 0", &["of the 2 weights"]),
         ("1 x", &["weight 2", "\"x\""]),
         ("", &["no weight"]),
     ] {
