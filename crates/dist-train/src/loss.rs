@@ -116,7 +116,8 @@ impl<A> Loss<A> {
     /// [padding](pmap_mesh::Uneven::Pad), and likewise the rows of accumulated batches.
     ///
     /// A tensor with another number of rows than the shard is an error
-    /// ([`TrainingError::AttachedRows`]).
+    /// ([`TrainingError::AttachedRows`]), and so is a batch of which no tensor is cut, or whose rows are
+    /// not in the order of slots. Rows that several slots have count once.
     ///
     /// # Examples
     ///
@@ -430,12 +431,7 @@ impl Attached<Vec<Tensor>> {
                 let all: Vec<usize> = (0..aux.len()).collect();
                 ctx.psum_list(aux, &all, ALL)?
             }
-            Join::Rows => {
-                let rows = aux.iter().map(|rows| real_rows(ctx, rows, errors));
-                let rows: Vec<Tensor> = rows.collect::<candle_core::Result<_>>()?;
-                let joined = rows.iter().map(|rows| ctx.all_gather(rows, 0, ALL));
-                joined.collect::<candle_core::Result<_>>()?
-            }
+            Join::Rows => join_rows(ctx, &aux, errors)?,
         };
         Ok(Self { aux, join })
     }
@@ -459,6 +455,39 @@ impl Attached<Vec<Tensor>> {
         });
         Ok(Self { aux: aux.collect::<candle_core::Result<_>>()?, join: self.join })
     }
+}
+
+/// Joins the rows of all slots in their order in the batch. Of slots with the same rows, as on a mesh
+/// whose other axes repeat them, the first one's are taken.
+fn join_rows(
+    ctx: &Replica,
+    aux: &[Tensor],
+    errors: &StepErrors,
+) -> candle_core::Result<Vec<Tensor>> {
+    let here = ctx.row_start().zip(ctx.valid_len());
+    let (start, n_real) = match here {
+        Some((start, n_real)) => (start as f64, n_real as f64),
+        None if ctx.count() == 1 => (0.0, 1.0),
+        None => return Err(errors.record_agreed(no_joined_rows("no tensor of the batch is cut"))),
+    };
+    let places = agreement::gather_numbers(ctx, [start, n_real])?;
+    let is_copy = |slot: usize| places[..slot].contains(&places[slot]);
+    let has_own = |slot: &usize| places[*slot][1] > 0.0 && !is_copy(*slot);
+    if !(0..places.len()).filter(has_own).map(|slot| places[slot][0]).is_sorted() {
+        let reason = "a later slot has earlier rows of the batch";
+        return Err(errors.record_agreed(no_joined_rows(reason)));
+    }
+    let mut joined = Vec::with_capacity(aux.len());
+    for rows in aux {
+        let rows = real_rows(ctx, rows, errors)?;
+        let n_own = if is_copy(ctx.slot()) { 0 } else { rows.dim(0)? };
+        joined.push(ctx.all_gather(&rows.narrow(0, 0, n_own)?, 0, ALL)?);
+    }
+    Ok(joined)
+}
+
+fn no_joined_rows(reason: &str) -> TrainingError {
+    TrainingError::option("in_axes", format!("`with_rows` joins rows of slots, but {reason}"))
 }
 
 /// Returns an attached tensor without the rows of padding.

@@ -17,9 +17,10 @@ use crate::error::Result;
 ///
 /// Some errors are detected by a single replica inside a unit: [`UnknownUnit`](Self::UnknownUnit),
 /// [`Captured`](Self::Captured), [`ParameterOutsideUnit`](Self::ParameterOutsideUnit),
-/// [`NotRepeatable`](Self::NotRepeatable) and [`Differentiated`](Self::Differentiated). On a mesh
-/// of one process, the process may continue after these errors too. On a mesh of several processes,
-/// they end all processes, like any error of a replica.
+/// [`NotRepeatable`](Self::NotRepeatable) and [`Differentiated`](Self::Differentiated), or in its loss:
+/// [`AttachedRows`](Self::AttachedRows). On a mesh of one process, the process may continue after
+/// these errors too. On a mesh of several processes, they end all processes, like any error of a
+/// replica.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainingError {

@@ -12,7 +12,7 @@ use dist_train::{
     DataParallel, DistributedModel, Error, Loss, ParamsSgd, Sgd, TrainingError, Units,
     value_and_grad,
 };
-use pmap_mesh::{ALL, DeviceMesh, Replica, ReplicaError, Uneven};
+use pmap_mesh::{ALL, DeviceMesh, P, Replica, ReplicaError, Uneven};
 
 use crate::support::{LAYOUTS, bits, input, layer, refused, replicated};
 
@@ -72,6 +72,27 @@ fn attached_rows_of_all_slots_and_batches_are_joined() {
         };
         let error = refused(model.evaluate(input(6), mean));
         assert_eq!(error, TrainingError::AttachedRows { shape: vec![], n_rows: 2 });
+    }
+}
+
+#[test]
+fn rows_that_slots_share_are_joined_once() {
+    let mesh = DeviceMesh::builder().axis("data", 2).axis("model", 2).cpu().unwrap();
+    let joined = |in_axes: P| {
+        let builder = DataParallel::builder(&mesh, |vb| linear(3, 1, vb)).in_axes(in_axes);
+        let mut model = builder.build(|group| SGD::new(group.vars, RATE)).unwrap();
+        model.evaluate(input(8), |_: &Replica, model: &Linear, x: Tensor| {
+            Ok(Loss::mean(model.forward(&x)?.mean_all()?).with_rows(x))
+        })
+    };
+    for axis in ["data", "model"] {
+        assert_eq!(bits(&joined(P::shard(0, axis)).unwrap().aux), bits(&input(8)));
+    }
+    let crossed = P::shard(0, "model").and(P::shard(0, "data"));
+    for (in_axes, reason) in [(P::replicate(), "is cut"), (crossed, "earlier rows")] {
+        let error = refused(joined(in_axes));
+        assert!(matches!(&error, TrainingError::Option { option: "in_axes", .. }), "{error}");
+        assert!(error.to_string().contains(reason), "{error}");
     }
 }
 

@@ -146,6 +146,13 @@ impl Replica {
         self.0.real_rows.map(|rows| rows.len)
     }
 
+    /// Returns the position of the shard's first row in the whole batch, like
+    /// [`valid_len`](Self::valid_len).
+    #[doc(hidden)]
+    pub fn row_start(&self) -> Option<usize> {
+        self.0.real_rows.map(|rows| rows.start)
+    }
+
     /// Returns the number of rows in the replica's shard, including padding, like
     /// [`valid_len`](Self::valid_len).
     #[doc(hidden)]
