@@ -96,7 +96,12 @@ impl<T: TensorTree> Sharded<T> {
             return Self::cut(mesh, arguments, specs, uneven);
         }
         let n_local = mesh.devices().len();
-        let topology = Topology::new(vec![(DeviceMesh::AXIS.to_owned(), n_local)], n_local)?;
+        let axis = match mesh.topology().axes() {
+            [(name, _)] => name.clone(),
+            // No axis of several is cut alone, so `ALL` names them.
+            _ => DeviceMesh::AXIS.to_owned(),
+        };
+        let topology = Topology::new(vec![(axis, n_local)], n_local)?;
         let cuts = plan_cuts(arguments, specs, uneven, &topology);
         // A process whose arguments cannot be cut takes part, so that the others do not wait for it.
         let n_rows = cuts.as_ref().map_or(0, |cuts| {
