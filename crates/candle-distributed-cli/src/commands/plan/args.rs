@@ -198,6 +198,7 @@ impl PlanArgs {
             OptimizerArg::Sgd => Optimizer::Sgd,
             OptimizerArg::None => Optimizer::None,
         };
+        let default_runtime = if of_run.is_some() { Runtime::Candle } else { Runtime::Torch };
         let mut model = of_run.unwrap_or_default().with_optimizer(optimizer);
         if let Some(runtime) = self.runtime {
             model = model.with_runtime(runtime.into());
@@ -214,7 +215,7 @@ impl PlanArgs {
         if let Some(links) = self.links {
             model = model.with_links(links);
         }
-        if let Some(activations) = self.activations()? {
+        if let Some(activations) = self.activations(default_runtime)? {
             model = model.with_activations(activations);
         }
         if let Some((param, reduce)) = self.mixed_precision {
@@ -223,11 +224,11 @@ impl PlanArgs {
         Ok(model)
     }
 
-    fn activations(&self) -> Result<Option<Activations>> {
+    fn activations(&self, default_runtime: Runtime) -> Result<Option<Activations>> {
         let Some((tokens, width)) = self.tokens.zip(self.width) else { return Ok(None) };
         let gathered_dtype = self.mixed_precision.map(|(param, _)| param);
         let dtype = gathered_dtype.or(self.param_dtype).unwrap_or(ElemType::F32);
-        let runtime = self.runtime.map_or_else(Runtime::default, Runtime::from);
+        let runtime = self.runtime.map_or(default_runtime, Runtime::from);
         Ok(Some(Activations::for_transformer(tokens, width, dtype, runtime)?))
     }
 }
