@@ -250,7 +250,7 @@ impl BatchSchedule {
         };
         for part in parts {
             let planned = self.plan(epoch, part.sequences)?;
-            remaining.steps.extend(self.collect_steps(planned, part.n_steps));
+            remaining.steps.extend(collect_steps(planned, part.n_steps));
         }
         Ok(remaining)
     }
@@ -268,7 +268,7 @@ impl BatchSchedule {
         for &(_, first_step) in self.orders.range(changes).map(|(start, _)| start) {
             part.n_steps = first_step - part.first_step;
             let planned = self.plan(epoch, part.sequences.iter().copied())?;
-            for step in self.collect_steps(planned, part.n_steps) {
+            for step in collect_steps(planned, part.n_steps) {
                 let batches = step.micro_batches.into_iter().flatten();
                 read.extend(batches.flat_map(|batch| batch.indices));
             }
@@ -292,7 +292,7 @@ impl BatchSchedule {
             match self.steps.resume(state, part.sequences) {
                 Ok(steps) if steps.state().step <= part.n_steps => {
                     let n_done = part.first_step + steps.state().step;
-                    let steps = self.collect_steps(steps, part.n_steps);
+                    let steps = collect_steps(steps, part.n_steps);
                     return Ok(RemainingSteps { n_done, steps });
                 }
                 Ok(_) => {}
@@ -325,21 +325,21 @@ impl BatchSchedule {
         sequences.set_epoch(epoch);
         sequences
     }
+}
 
-    /// Returns the steps from the position of `steps` up to step `end`.
-    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
-    fn collect_steps(&self, mut steps: Steps<Vec<u64>>, end: u64) -> Vec<ScheduledStep> {
-        let mut scheduled = Vec::with_capacity(steps.len());
-        let mut index = to_usize(steps.state().step);
-        // `next` returns only the batches of one "rank", but moves the state.
-        while steps.state().step < end && steps.next().is_some() {
-            let micro_batches = steps.all_ranks(index).expect("`next` has just returned this step");
-            let state = steps.state();
-            scheduled.push(ScheduledStep { epoch: state.epoch.as_u64(), micro_batches, state });
-            index += 1;
-        }
-        scheduled
+/// Returns the steps from the position of `steps` up to step `end`.
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
+fn collect_steps(mut steps: Steps<Vec<u64>>, end: u64) -> Vec<ScheduledStep> {
+    let mut scheduled = Vec::with_capacity(steps.len());
+    let mut index = to_usize(steps.state().step);
+    // `next` returns only the batches of one "rank", but moves the state.
+    while steps.state().step < end && steps.next().is_some() {
+        let micro_batches = steps.all_ranks(index).expect("`next` has just returned this step");
+        let state = steps.state();
+        scheduled.push(ScheduledStep { epoch: state.epoch.as_u64(), micro_batches, state });
+        index += 1;
     }
+    scheduled
 }
 
 /// The steps of an epoch that are mixed by the same weights.
