@@ -360,6 +360,19 @@ fn changed_weights_resume_without_being_given_again() {
 }
 
 #[test]
+fn states_without_the_first_weights_are_rejected() {
+    let new = || repeated(&[(100, 1), (100, 3)], 100);
+    let mut value = serde_json::to_value(new().state(10)).unwrap();
+    let phases = [serde_json::json!([]), serde_json::json!([{ "from": 5, "weights": [1, 3] }])];
+    for phases in phases {
+        value["phases"] = phases;
+        let state = serde_json::from_value(value.clone()).unwrap();
+        let error = new().resume_with_weights(&state, &[1, 1]).unwrap_err();
+        assert!(matches!(error, Error::StateMismatch { .. }), "{error}");
+    }
+}
+
+#[test]
 fn impossible_weights_are_rejected() {
     let mixture = repeated(&[(50, 2), (20, 1)], 60);
     let error = |weights: &[u64]| mixture.clone().with_weights_from(5, weights).unwrap_err();
