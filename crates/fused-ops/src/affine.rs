@@ -219,7 +219,10 @@ impl AffineLayer {
         let low = wide.broadcast_matmul(&a.to_dtype(dtype)?.t()?)?;
         let adapted = (low.broadcast_matmul(&b.to_dtype(dtype)?.t()?)? * *scale)?;
         let y = (frozen_product(&wide, &self.weight)? + adapted)?;
-        let y = bias.map_or(Ok(y.clone()), |bias| y.broadcast_add(&bias.to_dtype(dtype)?))?;
+        let y = match bias {
+            Some(bias) => y.broadcast_add(&bias.to_dtype(dtype)?)?,
+            None => y,
+        };
         y.to_dtype(x.dtype())
     }
 }

@@ -1,11 +1,11 @@
 //! The operations of this crate, composed of candle's operations.
 //!
-//! They run on devices without kernels of this crate. There the time of most operations is that of
-//! passes over memory, and candle's own backward takes many: it adds the gradient of each
-//! intermediate tensor to zeros, and keeps all of them. So larger operations have their own
-//! backward here, with few passes. Inputs in half precision are converted to f32 first, except for
-//! those of matrix products, and a result is rounded back once: in half precision, squares would
-//! overflow and sums would lose small terms.
+//! They run on devices without kernels of this crate. There most operations take as long as their
+//! passes over memory, and candle's own backward makes many passes: for each intermediate tensor it
+//! keeps a gradient and adds it to zeros. So larger operations have their own backward here, with few
+//! passes. Inputs in half precision are converted to f32 first, except for those of matrix products,
+//! and a result is rounded back once: in half precision, squares would overflow and sums would lose
+//! small terms.
 //!
 //! The arguments are the same as for the functions with the same names at the root of the crate.
 //! Those functions check them.
@@ -52,11 +52,11 @@ pub(crate) fn norm(
     with_backward(&inputs, &y.to_dtype(x.dtype())?, move |_, grad| {
         let (grad, weight) = (widen(&grad)?, widen(&weight)?);
         let (normalized, scale) = normalize(form, &widen(&x)?, epsilon)?;
-        let through = grad.broadcast_mul(&weight)?;
-        let mean_product = (&through * &normalized)?.mean_keepdim(D::Minus1)?;
-        let mut grad_x = (&through - normalized.broadcast_mul(&mean_product)?)?;
+        let grad_normalized = grad.broadcast_mul(&weight)?;
+        let mean_product = (&grad_normalized * &normalized)?.mean_keepdim(D::Minus1)?;
+        let mut grad_x = (&grad_normalized - normalized.broadcast_mul(&mean_product)?)?;
         if let Norm::Layer = form {
-            grad_x = grad_x.broadcast_sub(&through.mean_keepdim(D::Minus1)?)?;
+            grad_x = grad_x.broadcast_sub(&grad_normalized.mean_keepdim(D::Minus1)?)?;
         }
         let mut grads = vec![Some(grad_x.broadcast_mul(&scale)?.to_dtype(x.dtype())?)];
         let grad_weight =
@@ -69,8 +69,8 @@ pub(crate) fn norm(
     })
 }
 
-/// Returns `x` divided by the root of its mean square, for [`Norm::Layer`] without its mean, and the
-/// reciprocal of that root.
+/// Returns x · s and s, where s = 1 / √(mean of x² + epsilon). [`Norm::Layer`] first subtracts the mean
+/// from x.
 fn normalize(form: Norm, x: &Tensor, epsilon: f64) -> CandleResult<(Tensor, Tensor)> {
     let x = match form {
         Norm::Rms => x.clone(),
@@ -92,8 +92,14 @@ pub(crate) fn linear(
     activation: Option<Activation>,
 ) -> CandleResult<Tensor> {
     let y = x.broadcast_matmul(&weight.t()?)?;
-    let y = bias.map_or(Ok(y.clone()), |bias| y.broadcast_add(bias))?;
-    activation.map_or(Ok(y.clone()), |form| self::activation(&y, form))
+    let y = match bias {
+        Some(bias) => y.broadcast_add(bias)?,
+        None => y,
+    };
+    match activation {
+        Some(form) => self::activation(&y, form),
+        None => Ok(y),
+    }
 }
 
 pub(crate) fn activation(x: &Tensor, activation: Activation) -> CandleResult<Tensor> {
@@ -185,22 +191,22 @@ pub(crate) fn embedding(table: &Tensor, indices: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// Returns a table of `n` rows, the sums of the rows of `x` with these indices.
+/// Returns a table of `n` rows: row i is the sum of the rows of `x` whose index is i.
 ///
-/// candle adds the rows of a tensor in order, with a thread per column. So parts of the
-/// rows are added at the same time, each to a table of its own: as many as have together four
-/// times the rows of `x`.
+/// candle adds the rows of a tensor in order, with a thread per column. To use more threads, the rows
+/// are split into parts that are added at once, each into its own table. The number of parts is chosen
+/// so that all tables together have about four times as many rows as `x`.
 fn add_rows(x: &Tensor, indices: &Tensor, n: usize) -> CandleResult<Tensor> {
     let (rows, width) = x.dims2()?;
-    let parts = (4 * rows / n.max(1)).clamp(1, rows.max(1));
-    if parts == 1 {
+    let n_parts = (4 * rows / n.max(1)).clamp(1, rows.max(1));
+    if n_parts == 1 {
         return Tensor::zeros((n, width), x.dtype(), x.device())?.index_add(indices, x, 0);
     }
-    let (part, rest) = (rows / parts, rows % parts);
-    let index = indices.narrow(0, 0, rows - rest)?.reshape((parts, part, 1))?;
-    let index = index.broadcast_as((parts, part, width))?.contiguous()?;
-    let rows_of_parts = x.narrow(0, 0, rows - rest)?.reshape((parts, part, width))?;
-    let tables = Tensor::zeros((parts, n, width), x.dtype(), x.device())?;
+    let (rows_per_part, rest) = (rows / n_parts, rows % n_parts);
+    let index = indices.narrow(0, 0, rows - rest)?.reshape((n_parts, rows_per_part, 1))?;
+    let index = index.broadcast_as((n_parts, rows_per_part, width))?.contiguous()?;
+    let rows_of_parts = x.narrow(0, 0, rows - rest)?.reshape((n_parts, rows_per_part, width))?;
+    let tables = Tensor::zeros((n_parts, n, width), x.dtype(), x.device())?;
     let table = tables.scatter_add(&index, &rows_of_parts, 1)?.sum(0)?;
     if rest == 0 {
         return Ok(table);
@@ -231,14 +237,15 @@ pub(crate) fn attention(
     if let Some(mask) = added_mask(config, &scores)? {
         scores = scores.broadcast_add(&mask)?;
     }
+    // The attention weights.
     let shares = softmax_last_dim(&scores)?.to_dtype(query.dtype())?;
     let y = swap_heads(&shares.matmul(&values)?)?;
     with_backward(&inputs, &y, move |_, grad| {
         let grad = swap_heads(&grad)?;
         let grad_values = shares.t()?.matmul(&grad)?;
         let grad_shares = widen(&grad.matmul(&values.t()?)?)?;
-        // A score changes the other shares too: their mean gradient is subtracted. In half precision
-        // it must be the mean of these rounded gradients, not the product of `y` and `grad`.
+        // The backward pass of softmax: share · (gradient − Σ share · gradient). The sum is computed
+        // from these rounded shares and gradients; y · grad would be the same only in exact arithmetic.
         let wide_shares = widen(&shares)?;
         let means = (&wide_shares * &grad_shares)?.sum_keepdim(D::Minus1)?;
         let grad_scores = (wide_shares * grad_shares.broadcast_sub(&means)?)?;
@@ -267,7 +274,10 @@ fn added_mask(config: &AttentionConfig, scores: &Tensor) -> CandleResult<Option<
     let (batch, _, queries, keys) = scores.dims4()?;
     let hidden = hidden_keys(config, [batch, queries, keys], scores.device())?;
     let hidden = hidden.to_dtype(scores.dtype())?;
-    mask.map_or(Ok(hidden.clone()), |mask| mask.broadcast_add(&hidden)).map(Some)
+    Ok(Some(match mask {
+        Some(mask) => mask.broadcast_add(&hidden)?,
+        None => hidden,
+    }))
 }
 
 /// Returns −∞ for the keys hidden from a query, and 0 for the others; [batch or 1, 1, queries,
@@ -275,7 +285,10 @@ fn added_mask(config: &AttentionConfig, scores: &Tensor) -> CandleResult<Option<
 ///
 /// It is computed on the device from the number of visible keys per query: copying it would take
 /// longer, since it has as many items as the scores of a head.
-#[expect(clippy::cast_possible_truncation, reason = "no device holds as many scores as 2^32 keys")]
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "a tensor of scores for 2^32 keys fits on no device"
+)]
 pub(crate) fn hidden_keys(
     config: &AttentionConfig,
     [batch, queries, keys]: [usize; 3],
@@ -357,6 +370,8 @@ pub(crate) fn cross_entropy(
         // Zero, with a gradient of zeros, so that code that sums gradients finds one.
         return Ok(scalar_with_grad(logits, logits.zeros_like()?)?.to_dtype(dtype)?);
     }
+    // loss = −Σ over rows of (t · log p[class] + s · Σ over c of w[c] · log p[c]), with
+    // t: `target_weights`, s: `smoothing_weights`, w: class weights.
     let column = |number: &dyn Fn(&RowTarget) -> f64| {
         let numbers = targets.iter().map(number).collect();
         Tensor::from_vec(numbers, (rows, 1), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
@@ -367,7 +382,7 @@ pub(crate) fn cross_entropy(
     let smoothing_weights = column(&|target| target.weight * smoothing / classes as f64)?;
     let all_class_weights: Vec<f64> = (0..classes).map(class_weight).collect();
     let sum_of_class_weights = all_class_weights.iter().sum::<f64>();
-    let all_class_weights =
+    let class_weight_tensor =
         Tensor::new(all_class_weights, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
     let class_indices: Vec<_> = targets.iter().map(|target| target.class as u32).collect();
     let target_classes = Tensor::from_vec(class_indices, (rows, 1), device)?;
@@ -380,7 +395,7 @@ pub(crate) fn cross_entropy(
     let log_probabilities = log_softmax(&x)?;
     let mut sum = (log_probabilities.gather(&target_classes, 1)? * &target_weights)?.sum_all()?;
     if smoothing > 0.0 {
-        let row_sums = log_probabilities.broadcast_mul(&all_class_weights)?.sum_keepdim(1)?;
+        let row_sums = log_probabilities.broadcast_mul(&class_weight_tensor)?.sum_keepdim(1)?;
         sum = (sum + (row_sums * &smoothing_weights)?.sum_all()?)?;
     }
     with_backward(&[logits], &sum.neg()?, move |_, grad| {
@@ -389,7 +404,7 @@ pub(crate) fn cross_entropy(
         let totals = (&target_weights + (&smoothing_weights * sum_of_class_weights)?)?;
         let mut grad = softmax_last_dim(&x)?.broadcast_mul(&totals)?;
         if smoothing > 0.0 {
-            grad = (grad - smoothing_weights.broadcast_mul(&all_class_weights)?)?;
+            grad = (grad - smoothing_weights.broadcast_mul(&class_weight_tensor)?)?;
         }
         let grad = grad.scatter_add(&target_classes, &target_weights.neg()?, 1)?;
         Ok(vec![Some(grad.reshape(&shape)?)])

@@ -1,9 +1,10 @@
-//! Links from an operation to the operation that uses its output.
+//! Links from an output back to the operation of this crate that made it.
 //!
 //! candle adds the first gradient of every tensor to zeros: it clears memory, reads both, and writes the
 //! sum, and three tensors of one size exist for a moment. So the first operation of this crate that uses
 //! an output of this crate takes the output's [token](super::multi) as its input in candle's graph. In the
-//! backward pass it leaves the gradient in the mailbox of the output's operation, and candle adds tickets.
+//! backward pass the user puts the output's gradient into the maker's mailbox and gives candle only a small
+//! ticket for it ([`Mailbox`]), so candle adds tickets instead of gradients.
 //!
 //! candle does not show the operation that made a tensor, so a table has the links by the output's id.
 //! Outputs on GPUs have no links.
@@ -57,25 +58,28 @@ impl OutputLink {
         }
     }
 
-    /// Takes the link of `output`, which has at most one user.
+    /// Takes the link of `output`. Only the first operation that asks gets it: the others pass their
+    /// gradients through candle.
     pub(super) fn take(output: &Tensor) -> Option<Arc<Self>> {
         let link = links().get(&output.id()).and_then(Weak::upgrade)?;
         (!link.is_taken.swap(true, Ordering::Relaxed)).then_some(link)
     }
 
-    /// Returns the input of the user in candle's graph.
+    /// Returns the token, which the user has as input in candle's graph instead of the output.
     pub(super) fn token(&self) -> &Tensor {
         &self.token
     }
 
-    /// Sends a gradient of the output from its user, and returns the gradient of the token.
-    pub(super) fn send(&self, grad: &Tensor) -> Result<Tensor> {
+    /// Leaves the user's gradient of the output in the maker's mailbox, and returns the token's
+    /// gradient, which is the ticket.
+    pub(super) fn leave_from_user(&self, grad: &Tensor) -> Result<Tensor> {
+        // The token has two tickets per output: first those of the outputs, then those of the links.
         let n_outputs = self.token.elem_count() / 2;
         self.grads.leave(n_outputs + self.index, grad.contiguous()?.detach(), &self.token)
     }
 
-    /// Sends the gradient that candle has of the output.
-    pub(super) fn send_from_output(&self, grad: &Tensor) -> Result<Tensor> {
+    /// Does the same for the gradient that candle has summed for the output's other users.
+    pub(super) fn leave_from_candle(&self, grad: &Tensor) -> Result<Tensor> {
         self.grads.leave(self.index, grad.clone(), &self.token)
     }
 }
@@ -115,11 +119,11 @@ mod tests {
 
     /// Kernels read a gradient as adjacent elements.
     #[test]
-    fn sent_gradients_are_contiguous_and_have_no_history() {
+    fn left_gradients_are_contiguous_and_have_no_history() {
         let x = Var::new(&[[1.0_f32, 2.0], [3.0, 4.0]], &Device::Cpu).unwrap();
         let y = linear(&x, &x, None, None).unwrap();
         let link = OutputLink::take(&y).unwrap();
-        let ticket = link.send(&x.t().unwrap()).unwrap();
+        let ticket = link.leave_from_user(&x.t().unwrap()).unwrap();
         let (_, grad) = link.grads.take(&ticket).unwrap().remove(0);
         assert!(grad.is_contiguous() && !grad.track_op());
         assert_eq!(grad.to_vec2::<f32>().unwrap(), [[1.0, 3.0], [2.0, 4.0]]);

@@ -5,6 +5,13 @@
 //! allows three inputs and one output. An operation with more connects them through tokens: tensors
 //! of zeros that no operation reads. The results of kernels are not copied; a result that candle
 //! computed is ([`record_copy`]), because its own history would stay in the graph.
+//!
+//! The gradient of an output takes this way: candle gives it to the output's node, which leaves it in
+//! the operation's [`Mailbox`] and returns only a ticket, as the gradient of the token. The first operation
+//! of this crate that uses the output does the same itself, without candle (`link`). candle adds the tickets
+//! and gives the sum to the node that made the token: the last of the nodes that join the inputs (`multi`).
+//! That node takes the gradients with these tickets from the mailbox, computes the gradients of all inputs,
+//! and returns those of its own inputs to candle; the others it leaves for the node before it.
 
 mod direct;
 mod link;

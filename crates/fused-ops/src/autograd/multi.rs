@@ -188,7 +188,7 @@ impl Backward for OutputNode {
     const NAME: &'static str = "fused-output";
 
     fn backward(&self, _: &[&Tensor], _: &Tensor, grad: &Tensor) -> Result<Vec<Option<Tensor>>> {
-        Ok(vec![Some(self.link.send_from_output(grad)?)])
+        Ok(vec![Some(self.link.leave_from_candle(grad)?)])
     }
 }
 
@@ -227,7 +227,7 @@ impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Backward for InputNode<B, 
         }
         for (grad, link) in own.iter_mut().zip(&self.links) {
             if let (Some(grad), Some(link)) = (grad, link) {
-                *grad = link.send(grad)?;
+                *grad = link.leave_from_user(grad)?;
             }
         }
         Ok(own)

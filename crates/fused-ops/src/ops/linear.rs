@@ -17,8 +17,9 @@ const NAMES: [&str; 2] = ["weight", "bias"];
 
 /// Returns activation(x·weightᵀ + bias).
 ///
-/// Bias and activation are applied to the product in place. The gradients of weight and bias
-/// are written in the layout of the parameters, without a transposition.
+/// The kernels add the bias in place, and apply the activation in place unless its gradient needs its
+/// input. The gradients of weight and bias are written in the layout of the parameters, without a
+/// transposition.
 ///
 /// # Shapes
 ///
@@ -61,7 +62,8 @@ pub fn linear(
 /// low-rank adapter (LoRA, Hu et al., arXiv 2106.09685).
 ///
 /// The weight has no gradient, and no tensor of its size is made, forward or backward. Like PEFT it
-/// multiplies by A and then by B; only the result and the gradients stay in candle's graph.
+/// multiplies by A and then by B. With the kernels, x·Aᵀ and the scaled product are not nodes of candle's
+/// graph.
 ///
 /// # Shapes
 ///
@@ -71,9 +73,10 @@ pub fn linear(
 /// # Dtypes
 ///
 /// `weight` may have any floating type, such as the `bf16` of a file next to an `x` in `f32`. The
-/// kernels widen 256 of its rows at a time, which is exact, so a copy in the type of `x` is never
-/// whole. On devices without kernels of this crate it exists during a product. If `x` has half
-/// precision, `a` and `b` may be `f32`; the result is computed in `f32` and rounded once.
+/// kernels convert 256 of its rows at a time (without rounding, unless `weight` is `f64` and `x` is not),
+/// so no converted copy of the whole weight exists. On devices without kernels of this crate, one exists
+/// during a product. If `x` has half precision, `a` and `b` may be `f32`; the result is computed in `f32`
+/// and rounded once.
 ///
 /// # Determinism
 ///
@@ -128,7 +131,10 @@ pub(crate) fn apply(
         }
         Route::Composed => {
             let y = layer.composed(x)?;
-            Ok(activation.map_or(Ok(y.clone()), |form| composed::activation(&y, form))?)
+            Ok(match activation {
+                Some(form) => composed::activation(&y, form)?,
+                None => y,
+            })
         }
     }
 }
@@ -152,8 +158,9 @@ fn fused<T: Float>(
 pub(crate) enum SavedActivation<T> {
     /// Nothing, because there is no activation.
     Identity,
-    /// Nothing, because the output is enough: for ReLU, it is positive where the input is. An
-    /// untracked activation of any kind also stores nothing.
+    /// Nothing, because there is no gradient.
+    Untracked,
+    /// Nothing, because the output is enough: for ReLU, it is positive where the input is.
     Relu,
     /// The input of the activation.
     Input(Activation, Vec<T>),
@@ -167,8 +174,12 @@ pub(crate) fn activate<T: Float>(
 ) -> (Vec<T>, SavedActivation<T>) {
     match activation {
         None => (input, SavedActivation::Identity),
-        Some(activation) if activation == Activation::Relu || !is_tracked => {
+        Some(activation) if !is_tracked => {
             activation::forward_in_place(activation, &mut input);
+            (input, SavedActivation::Untracked)
+        }
+        Some(Activation::Relu) => {
+            activation::forward_in_place(Activation::Relu, &mut input);
             (input, SavedActivation::Relu)
         }
         Some(activation) => {
@@ -189,6 +200,7 @@ impl<T: Float> Linear<T> {
     fn pre_activation_grad(&self, y: &Tensor, grad: &[T]) -> Result<Option<Vec<T>>> {
         Ok(match &self.saved {
             SavedActivation::Identity => None,
+            SavedActivation::Untracked => unreachable!("only tracked operations are recorded"),
             SavedActivation::Relu => {
                 let y = CpuSlice::new(y);
                 Some(activation::backward(Activation::Relu, y.as_slice()?, grad))

@@ -121,6 +121,7 @@ impl<T: Float> Mlp<T> {
     fn multiply_by_slope(&self, grad: &mut [T]) {
         match &self.saved {
             SavedActivation::Identity => {}
+            SavedActivation::Untracked => unreachable!("only tracked operations are recorded"),
             SavedActivation::Relu => {
                 kernel::backward_in_place(Activation::Relu, &self.middle, grad);
             }

@@ -1,5 +1,5 @@
-//! The parts of a linear layer besides its product: the bias, and the sums over rows for the bias's
-//! gradient.
+//! The kernels of a linear layer other than the large product: products with few rows, the bias, and
+//! the sums over rows for its gradient.
 
 pub(crate) mod low_rank;
 pub(crate) mod matvec;
@@ -44,6 +44,7 @@ pub(crate) fn sum_rows<T: Float>(rows: &[T], width: usize) -> Vec<T> {
     for block in rows.chunks((rows_per_block(width) * width).max(1)) {
         let mut part = vec![T::ZERO; width];
         vectorized(SumRows { rows: block, sums: &mut part });
+        // Add the block's sums, as a single row.
         vectorized(SumRows { rows: &part, sums: &mut sums });
     }
     sums
