@@ -70,10 +70,10 @@ pub(crate) enum AllgatherPurpose {
 /// Moves tensors between the replicas of a group, for one replica in one call.
 ///
 /// All members of a group call every collective, with contexts whose calls agree, and each member
-/// gets its own result. Arguments have no gradient graph and may be on any device; results are on
-/// the device of the argument. An engine checks that calls agree, and sums in rank order. It never
-/// lets a member wait for a member that has failed or returned: the collective returns an error,
-/// and [`failure`](Self::failure) returns the cause.
+/// gets its own result. Arguments have no gradient graph; results are on the device of the argument.
+/// NCCL needs arguments on the replica's device, the other engines take any. An engine checks that
+/// calls agree, and sums in rank order. It never lets a member wait for a member that has failed or
+/// returned: the collective returns an error, and [`failure`](Self::failure) returns the cause.
 pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Returns `x` reduced over all members.
     fn all_reduce(&self, ctx: &GroupContext, x: &Tensor, reduction: Reduction) -> Result<Tensor>;
@@ -90,10 +90,15 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     -> Result<Option<Tensor>>;
 
     /// Runs a collective on lists in a group of several members.
-    fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>>;
+    fn run_list(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>>;
 
-    /// Starts a collective on lists in a group of several members, without waiting for them.
-    fn start(&self, ctx: &GroupContext, work: ListRequest) -> Result<Box<dyn PendingCollective>>;
+    /// Starts a collective on lists in a group of several members, and returns before the other
+    /// members arrive. Only MPI waits for them if each member [wants](WantedTensors::Own) other tensors.
+    fn start_list(
+        &self,
+        ctx: &GroupContext,
+        work: ListRequest,
+    ) -> Result<Box<dyn PendingCollective>>;
 
     /// Waits until all members have called this method.
     fn barrier(&self, ctx: &GroupContext) -> Result<()>;
@@ -101,7 +106,8 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Returns the traffic counter of this slot.
     fn counter(&self) -> &TrafficCounter;
 
-    /// Records that this replica has returned, so that no other replica waits for it.
+    /// Ends this replica's part in the call: later collectives of others with it fail. Engines of
+    /// processes wait here for all processes.
     fn finish(&self);
 
     /// Fails the call for all replicas, because this replica has failed.
@@ -237,13 +243,13 @@ impl GroupContext {
         op: &'static str,
         x: Option<&Tensor>,
     ) -> error::Result<Self, MeshError> {
-        let set = topology.set(&axes)?;
-        let groups = topology.groups(set);
+        let axis_set = topology.set(&axes)?;
+        let groups = topology.groups(axis_set);
         let position = groups.position(slot);
         let call = CollectiveCall {
             op,
             detail: String::new(),
-            set,
+            axis_set,
             axes,
             dtype: x.map(Tensor::dtype),
             shape: x.iter().flat_map(|x| x.dims()).copied().collect(),
@@ -298,6 +304,6 @@ impl GroupContext {
     /// Returns a key that identifies the group in the mesh: its axes, and its index among the
     /// groups along these axes.
     pub(crate) fn key(&self) -> (AxisSet, usize) {
-        (self.call.set, self.group_index)
+        (self.call.axis_set, self.group_index)
     }
 }

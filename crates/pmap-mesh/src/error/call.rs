@@ -19,7 +19,7 @@ pub(crate) struct CollectiveCall {
     /// has none.
     pub(crate) detail: String,
     /// The axes as a set.
-    pub(crate) set: AxisSet,
+    pub(crate) axis_set: AxisSet,
     /// The axes as the caller named them.
     pub(crate) axes: MeshAxes,
     pub(crate) dtype: Option<DType>,
@@ -35,7 +35,7 @@ impl CollectiveCall {
         self.op == other.op
             && self.detail == other.detail
             && self.dtype == other.dtype
-            && self.set == other.set
+            && self.axis_set == other.axis_set
             && self.free_dim == other.free_dim
             && self.shape.len() == other.shape.len()
             && self.sizes().eq(other.sizes())

@@ -86,7 +86,7 @@ impl<I, O, F> PmapCall<I, O, F> {
         CollectiveCall {
             op: "the end of the function",
             detail: String::new(),
-            set: self.topology.set(&ALL).expect("no axis is named"),
+            axis_set: self.topology.set(&ALL).expect("no axis is named"),
             axes: ALL,
             dtype: None,
             shape: Vec::new(),

@@ -166,7 +166,7 @@ impl Collectives {
 
     /// Runs a request, and waits for its results.
     pub(crate) fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {
-        if ctx.size() == 1 { single::run(work) } else { self.engine.run(ctx, work) }
+        if ctx.size() == 1 { single::run(work) } else { self.engine.run_list(ctx, work) }
     }
 
     /// Starts a request without waiting for other members.
@@ -178,7 +178,7 @@ impl Collectives {
         let collective: Box<dyn PendingCollective> = if ctx.size() == 1 {
             Box::new(FinishedCollective(single::run(work)?))
         } else {
-            self.engine.start(ctx, work)?
+            self.engine.start_list(ctx, work)?
         };
         Ok(self.outstanding.track(&ctx.call, collective))
     }

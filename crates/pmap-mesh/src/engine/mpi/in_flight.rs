@@ -202,7 +202,7 @@ impl MpiInner {
         start_stage: impl FnOnce(&InFlightCollective) -> CollectiveStage,
     ) -> u64 {
         let mut in_flight = lock(&self.in_flight);
-        let set = self.topology.axes_longer_than_one() & ctx.call.set;
+        let set = self.topology.axes_longer_than_one() & ctx.call.axis_set;
         let count = in_flight.n_started.entry(set).or_default();
         // Members start collectives in the same order, so a collective has the same tags on all of
         // them.

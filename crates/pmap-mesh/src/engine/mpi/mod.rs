@@ -148,7 +148,7 @@ impl Mpi {
         if ctx.size() == 1 {
             return Ok(None);
         }
-        let set = engine.topology.axes_longer_than_one() & ctx.call.set;
+        let set = engine.topology.axes_longer_than_one() & ctx.call.axis_set;
         Ok(Some(MpiCall { engine, ctx, comm: &engine.groups[&set], _guard: guard }))
     }
 
@@ -304,7 +304,7 @@ impl Engine for Mpi {
         received.map(|received| received.to_device(x.device())).transpose()
     }
 
-    fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {
+    fn run_list(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {
         match ListProtocol::new(ctx, work)? {
             ListProtocol::Rounds { round, tensors } => self.run_collective(ctx, &tensors, round),
             ListProtocol::WantedTensors { list, own, reduction } => {
@@ -313,7 +313,11 @@ impl Engine for Mpi {
         }
     }
 
-    fn start(&self, ctx: &GroupContext, work: ListRequest) -> Result<Box<dyn PendingCollective>> {
+    fn start_list(
+        &self,
+        ctx: &GroupContext,
+        work: ListRequest,
+    ) -> Result<Box<dyn PendingCollective>> {
         Ok(match ListProtocol::new(ctx, work)? {
             ListProtocol::Rounds { round, tensors } => {
                 Box::new(self.start_collective(ctx, &tensors, round)?)

@@ -75,7 +75,7 @@ mod tests {
     use super::*;
     use crate::{
         axes::ALL,
-        engine::{GroupContext, ListRequest, WantedTensors, nccl::list_ops::TransferCount},
+        engine::{GroupContext, ListRequest, WantedTensors, nccl::list_ops::ReduceBy},
         grid::Topology,
         reduce::Reduction,
         sync::lock,
@@ -88,7 +88,7 @@ mod tests {
         let reduction = Reduction::Sum;
         let work =
             ListRequest::Reduce { list: Vec::new(), wanted: WantedTensors::Everything, reduction };
-        NcclListOp::new(&ctx, work, TransferCount::One).unwrap()
+        NcclListOp::new(&ctx, work, ReduceBy::EveryMember).unwrap()
     }
 
     #[test]

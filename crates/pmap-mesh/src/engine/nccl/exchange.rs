@@ -13,7 +13,7 @@ use super::link::{LinkTransfer, TransferError, TransferHandle, Transport};
 use crate::{
     engine::{
         GroupContext,
-        processes::{self, TEXT_BYTES, disagreement},
+        processes::{self, disagreement},
     },
     error::{CollectiveError, one_line},
     sync::catch,
@@ -43,8 +43,8 @@ impl ExitHandler {
     }
 }
 
-/// A channel for collectives, which run one at a time. A replica has one channel for called
-/// collectives, and one for started collectives.
+/// A channel for collectives, which run one at a time. A replica has one channel for collectives that
+/// it waits for at once, and one for started collectives.
 #[derive(Debug)]
 pub(super) struct NcclChannel {
     pub(super) link: Box<dyn Transport>,
@@ -64,19 +64,20 @@ pub(super) struct NcclCall<'a> {
 }
 
 impl NcclCall<'_> {
-    /// Exchanges the hash of the call and `size_or_sender` with all members: the size of this
-    /// member's tensor in the free dimension, or the rank from which this member receives. Returns
-    /// the `size_or_sender` of each member, by rank.
+    /// Exchanges the hash of the call and `header_value` with all members: the size of this member's
+    /// tensor in the free dimension, or the rank from which this member receives. Returns the
+    /// `header_value` of each member, by rank.
     ///
     /// # Errors
     ///
     /// On all members, if the hashes differ. The error quotes the description of rank 0 and of the
-    /// first rank with a different hash; `text` returns this member's description. On this member,
-    /// if an earlier collective [failed](Self::carry_out) in this process.
+    /// first rank with a different hash; `text` returns this member's description, which is as long
+    /// as the others'. On this member, if an earlier collective [failed](Self::carry_out) in this
+    /// process.
     pub(super) fn exchange_headers(
         &self,
-        agreement: u64,
-        size_or_sender: i64,
+        call_hash: u64,
+        header_value: i64,
         text: impl FnOnce() -> Vec<u8>,
     ) -> Result<Vec<i64>> {
         if let Some(reason) = self.channel.broken.get() {
@@ -84,18 +85,16 @@ impl NcclCall<'_> {
                 "{reason}, so no later collective can run: other processes still wait for its data"
             );
         }
-        let own = [agreement.to_le_bytes(), size_or_sender.to_le_bytes()].concat();
+        let own = [call_hash.to_le_bytes(), header_value.to_le_bytes()].concat();
         let headers = self.exchange_messages(own);
-        let agreements = headers.iter().map(|header| header_word(header, 0));
-        match agreements.clone().position(|other| Some(other) != agreements.clone().next()) {
+        let first = header_word(&headers[0], 0);
+        match headers.iter().position(|header| header_word(header, 0) != first) {
             None => Ok(headers
                 .iter()
                 .map(|header| i64::from_le_bytes(header_word(header, 1)))
                 .collect()),
             Some(other) => {
-                let mut own_text = text();
-                own_text.resize(TEXT_BYTES, 0);
-                let texts = self.exchange_messages(own_text);
+                let texts = self.exchange_messages(text());
                 Err(disagreement(self.ctx, other, |rank| texts[rank].clone()))
             }
         }
@@ -122,8 +121,9 @@ impl NcclCall<'_> {
     fn exchange_messages(&self, own: Vec<u8>) -> Vec<Vec<u8>> {
         let mut others = self.ctx.members().to_vec();
         others.remove(self.ctx.rank);
-        let arrived = self.channel.link.exchange(own.clone(), &others, self.channel.header_timeout);
-        let mut all = arrived.unwrap_or_else(|error| self.end(error));
+        let limit = self.channel.header_timeout;
+        let arrived = self.channel.link.exchange(own.clone(), &others, limit);
+        let mut all = arrived.unwrap_or_else(|error| self.end(error, limit));
         all.insert(self.ctx.rank, own);
         all
     }
@@ -139,18 +139,18 @@ impl NcclCall<'_> {
     ) -> Result<Vec<Tensor>> {
         let mut exchange = ItemExchange::new(self.ctx, source, part, n_items)?;
         exchange.start(self);
-        exchange.wait()
+        exchange.results()
     }
 
-    /// Ends the program, because started messages cannot be cancelled.
-    fn end(&self, error: TransferError) -> ! {
+    /// Ends the program after an operation with a time limit, because started messages cannot be
+    /// cancelled.
+    fn end(&self, error: TransferError, limit: Duration) -> ! {
         let call = &self.ctx.call;
         match error {
             TransferError::Failed(reason) => self.channel.exit.end(&format!("{reason} in {call}")),
-            TransferError::Late => self
-                .channel
-                .exit
-                .end(&deadline_error(self.ctx, self.channel.header_timeout).to_string()),
+            TransferError::Late => {
+                self.channel.exit.end(&deadline_error(self.ctx, limit).to_string())
+            }
         }
     }
 }
@@ -230,8 +230,9 @@ impl ItemExchange {
         if transfer.outgoing.is_empty() && transfer.incoming.is_empty() {
             return;
         }
-        let started = call.channel.link.transfer(transfer, call.channel.deadline);
-        self.transfer = Some(started.unwrap_or_else(|error| call.end(error)));
+        let limit = call.channel.deadline;
+        let started = call.channel.link.transfer(transfer, limit);
+        self.transfer = Some(started.unwrap_or_else(|error| call.end(error, limit)));
     }
 
     /// Returns the non-empty parts of the other ranks, each with its slot.
@@ -251,9 +252,9 @@ impl ItemExchange {
 
     /// Returns the items that each rank has for this rank, by rank. Called after `start`. Later
     /// work of the device waits until the items have arrived.
-    pub(super) fn wait(&self) -> Result<Vec<Tensor>> {
+    pub(super) fn results(&self) -> Result<Vec<Tensor>> {
         if let Some(transfer) = &self.transfer {
-            transfer.order()?;
+            transfer.make_device_wait()?;
         }
         let mut arrived = Vec::with_capacity(self.incoming.len());
         for (rank, incoming) in self.incoming.iter().enumerate() {

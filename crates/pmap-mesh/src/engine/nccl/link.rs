@@ -101,10 +101,10 @@ pub(super) trait Transport: fmt::Debug + Send + Sync {
 }
 
 /// A started transfer. Do not write to its source or read its destination before
-/// [`order`](Self::order).
+/// [`make_device_wait`](Self::make_device_wait).
 pub(super) trait TransferHandle: fmt::Debug + Send {
     /// Makes all later work of the device wait for the transfer.
-    fn order(&self) -> Result<()>;
+    fn make_device_wait(&self) -> Result<()>;
 }
 
 /// A request to the communicator's thread, with a channel for the reply.
@@ -240,7 +240,7 @@ struct TransferEnd {
 }
 
 impl TransferHandle for TransferEnd {
-    fn order(&self) -> Result<()> {
+    fn make_device_wait(&self) -> Result<()> {
         self.stream.wait(&self.done).map_err(candle_core::Error::wrap)
     }
 }

@@ -34,8 +34,8 @@ pub(super) enum NcclListOp {
 }
 
 impl NcclListOp {
-    /// Packs the arguments of this member. `count` limits the number of transfers of a reduction.
-    pub(super) fn new(ctx: &GroupContext, work: ListRequest, count: TransferCount) -> Result<Self> {
+    /// Packs the arguments of this member. `by` is for reductions of complete lists.
+    pub(super) fn new(ctx: &GroupContext, work: ListRequest, by: ReduceBy) -> Result<Self> {
         match work {
             ListRequest::Gather { own, layout, device } => {
                 Ok(Self::Gather(LayoutGather::new(ctx, &own, layout, device)?))
@@ -45,10 +45,10 @@ impl NcclListOp {
             }
             ListRequest::Reduce { list, wanted: WantedTensors::Everything, reduction } => {
                 let all = (0..list.len()).collect();
-                Ok(Self::Reduce(ListReduction::new(ctx, &list, all, (reduction, count))?))
+                Ok(Self::Reduce(ListReduction::new(ctx, &list, all, (reduction, by))?))
             }
             ListRequest::Reduce { list, wanted: WantedTensors::Own(wanted), reduction } => {
-                Ok(Self::Reduce(ListReduction::new(ctx, &list, wanted, (reduction, count))?))
+                Ok(Self::Reduce(ListReduction::new(ctx, &list, wanted, (reduction, by))?))
             }
         }
     }
@@ -126,7 +126,7 @@ impl LayoutGather {
         // The received runs of each rank, by index.
         let mut arrived: Vec<BTreeMap<usize, Tensor>> = vec![BTreeMap::new(); by_rank.len()];
         for (dtype, exchange) in exchanges {
-            for (rank, items) in exchange.wait()?.iter().enumerate() {
+            for (rank, items) in exchange.results()?.iter().enumerate() {
                 let mut start = 0;
                 for (n, run) in by_rank[rank].iter().enumerate() {
                     if layout.tensors()[run.tensor].1.as_str() == dtype {
@@ -224,13 +224,13 @@ impl ListReduction {
         ctx: &GroupContext,
         list: &[Tensor],
         wanted: Vec<usize>,
-        (reduction, count): (Reduction, TransferCount),
+        (reduction, by): (Reduction, ReduceBy),
     ) -> Result<Self> {
         let shapes = list.iter().map(|x| x.shape().clone()).collect();
         let mut reductions = Vec::new();
         for bucket in buckets(list) {
             let x = concat_bucket(list, &bucket)?;
-            reductions.push((bucket, TensorReduction::new(ctx, x, reduction, count)?));
+            reductions.push((bucket, TensorReduction::new(ctx, x, reduction, by)?));
         }
         Ok(Self { shapes, wanted, buckets: reductions })
     }
@@ -249,19 +249,19 @@ impl ListReduction {
     }
 }
 
-/// The largest number of transfers of a reduction.
+/// The members that reduce the items of a large tensor. Small tensors are reduced by every member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum TransferCount {
-    /// One: every member receives all summands and reduces them.
-    One,
-    /// Two for a large tensor: every member reduces a part, and then the members exchange the
-    /// reduced parts.
+pub(super) enum ReduceBy {
+    /// Every member receives all summands and reduces them, after a single transfer.
+    EveryMember,
+    /// Every member reduces a part, and then the members exchange the reduced parts in a second
+    /// transfer.
     ///
     /// A started collective must not use two transfers, because it could deadlock. Its second
     /// transfer waits on the replica's stream for the addition. By then the replica may have queued
     /// a called collective on that stream. If another member waits for the sum before it calls that
     /// collective, the two members wait for each other.
-    Two,
+    Parts,
 }
 
 /// The reduction of one flat tensor, for all members.
@@ -281,11 +281,11 @@ impl TensorReduction {
         ctx: &GroupContext,
         x: Tensor,
         reduction: Reduction,
-        count: TransferCount,
+        by: ReduceBy,
     ) -> Result<Self> {
         let n_items = x.elem_count();
         let is_large = n_items * x.dtype().size_in_bytes() > SMALL_BYTES;
-        let is_in_parts = is_large && count == TransferCount::Two;
+        let is_in_parts = is_large && by == ReduceBy::Parts;
         let part =
             |rank| if is_in_parts { balanced(n_items, rank, ctx.size()) } else { 0..n_items };
         let own_items = part(ctx.rank).len();
@@ -320,7 +320,7 @@ impl TensorReduction {
 
     pub(super) fn finish(self) -> Result<Tensor> {
         if self.is_in_parts {
-            Tensor::cat(&self.exchange.wait()?, 0)
+            Tensor::cat(&self.exchange.results()?, 0)
         } else {
             reduce_received(&self.exchange, self.reduction)
         }
@@ -357,7 +357,7 @@ fn split_into_buckets(list: &[Tensor], indexes: &[usize]) -> Vec<Vec<usize>> {
 
 /// Reduces the summands that an exchange has received.
 fn reduce_received(exchange: &ItemExchange, reduction: Reduction) -> Result<Tensor> {
-    let summands = exchange.wait()?;
+    let summands = exchange.results()?;
     match &summands[0] {
         // There are no kernels for empty tensors.
         empty if empty.elem_count() == 0 => Ok(empty.clone()),

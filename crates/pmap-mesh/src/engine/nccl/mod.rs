@@ -3,13 +3,13 @@
 //!
 //! All data move in sends from one rank to another, and the device adds received items. NCCL's
 //! reductions are not used, because their summation order depends on the number of ranks, the size
-//! and the network. All groups use one communicator, since NCCL lets some of its ranks send to each
-//! other without the remaining ranks.
+//! and the network. All groups share a communicator: NCCL lets some of its ranks exchange data without
+//! the others.
 //!
 //! In every collective, each member first sends a header to the other members: a hash of everything
 //! that must agree, so that no member waits for data that another member does not send. A replica
-//! waits for headers; its device waits for data. Started collectives have a separate communicator,
-//! and a separate thread that waits for headers while the replica computes (ADR 17).
+//! waits for headers; its device waits for data. Started collectives use a second communicator, and a
+//! thread that waits for their headers while the replica computes (ADR 17).
 
 mod comm_thread;
 mod exchange;
@@ -34,7 +34,7 @@ use self::{
     comm_thread::{CommThread, StartedReceiver},
     exchange::{ExitHandler, NcclCall, NcclChannel, deadline_error, empty_tensor},
     link::{NcclLink, is_supported, new_id},
-    list_ops::{NcclListOp, TensorReduction, TransferCount, concat_flat, flat},
+    list_ops::{NcclListOp, ReduceBy, TensorReduction, concat_flat, flat},
     peers::PeerInfo,
     store::{CommId, MeshBootstrap},
 };
@@ -52,8 +52,8 @@ use crate::{
     reduce::Reduction,
 };
 
-/// Time limit for the processes to connect at the start of a mesh. It is the default deadline of a
-/// collective.
+/// Time limit for the processes to connect at the start of a mesh. As long as the default deadline of
+/// a collective.
 const JOIN_TIME: Duration = PROCESS_DEADLINE;
 
 /// The sender rank in a header of a member that receives nothing.
@@ -69,15 +69,15 @@ struct NcclInner {
     slot: usize,
     device: Device,
     counters: [TrafficCounter; 1],
-    /// The running collective. There is one at a time, since NCCL does not tell the messages of two
-    /// collectives apart.
+    /// The collective that the replica is in: calling, starting or waiting for. It guards against a
+    /// second thread of this process, since NCCL does not tell the messages of two collectives apart.
     current: CurrentCall,
-    /// The channel of called collectives.
-    called: NcclChannel,
+    /// The channel of collectives that the replica waits for at once.
+    blocking: NcclChannel,
     /// The thread of started collectives. Dropped before its channel.
     comm_thread: CommThread,
     /// The channel of started collectives.
-    started: Arc<NcclChannel>,
+    background: Arc<NcclChannel>,
     exit: ExitHandler,
 }
 
@@ -106,33 +106,33 @@ impl Nccl {
             #[cfg(feature = "mpi")]
             session: bootstrap.session.clone(),
         };
-        let [called_id, started_id] = bootstrap.ids;
-        let mut called = open_channel(cuda, place, called_id, &exit)?;
-        let mut started = open_channel(cuda, place, started_id, &exit)?;
+        let [blocking_id, background_id] = bootstrap.ids;
+        let mut blocking = open_channel(cuda, place, blocking_id, &exit)?;
+        let mut background = open_channel(cuda, place, background_id, &exit)?;
         // All processes have joined. Remove the ids now, before a process can look for the ids of
         // its next mesh.
         drop::<MeshBootstrap>(bootstrap);
-        for channel in [&called, &started] {
+        for channel in [&blocking, &background] {
             // Connect now, so that the connection does not count against the time limit of the
             // first collective.
             barrier_all(channel, &topology, "the start of the mesh")
                 .map_err(|error| nccl_error(error.to_string()))?;
         }
-        called.header_timeout = deadline;
-        called.deadline = deadline;
+        blocking.header_timeout = deadline;
+        blocking.deadline = deadline;
         // There is no time limit for these headers, because the replica computes in the meantime.
         // `NcclHandle::wait` has the limit.
-        started.header_timeout = Duration::MAX;
-        started.deadline = deadline;
+        background.header_timeout = Duration::MAX;
+        background.deadline = deadline;
         Ok(Self(Arc::new(NcclInner {
             topology,
             slot: exit.slot,
             device: device.clone(),
             counters: Default::default(),
             current: CurrentCall::default(),
-            called,
+            blocking,
             comm_thread: CommThread::new().map_err(|error| nccl_error(error.to_string()))?,
-            started: Arc::new(started),
+            background: Arc::new(background),
             exit,
         })))
     }
@@ -164,9 +164,9 @@ fn barrier_all(channel: &NcclChannel, topology: &Topology, op: &'static str) -> 
     if ctx.size() == 1 {
         return Ok(());
     }
-    let agreement = call_hash(&ctx.call, &[]);
+    let hash = call_hash(&ctx.call, &[]);
     NcclCall { channel, ctx: &ctx }
-        .exchange_headers(agreement, 0, || description(&ctx.call, &[]))
+        .exchange_headers(hash, 0, || description(&ctx.call, &[]))
         .map(drop)
 }
 
@@ -195,8 +195,9 @@ impl Backend for Nccl {
 }
 
 impl NcclInner {
-    /// Enters a collective on some tensors. Returns the collective with the `size_or_sender` of
-    /// each member, by rank, or `None` for a group of one.
+    /// Enters a collective on some tensors. Returns the collective with the second header word of
+    /// each member, by rank, or `None` for a group of one. The word is the size of the member's tensor
+    /// in the free dimension (`all_gather`), the rank it receives from (`send_receive`), or 0.
     ///
     /// # Errors
     ///
@@ -206,18 +207,18 @@ impl NcclInner {
         &'a self,
         ctx: &'a GroupContext,
         tensors: &[Tensor],
-        size_or_sender: i64,
+        header_value: i64,
     ) -> Result<Option<(NcclCall<'a>, Vec<i64>, CallGuard<'a>)>> {
         let guard = self.current.enter(ctx)?;
         tensors.iter().try_for_each(|x| self.check_sendable(ctx, x))?;
         if ctx.size() == 1 {
             return Ok(None);
         }
-        let call = NcclCall { channel: &self.called, ctx };
-        let agreement = call_hash(&ctx.call, tensors);
+        let call = NcclCall { channel: &self.blocking, ctx };
+        let hash = call_hash(&ctx.call, tensors);
         let text = || description(&ctx.call, tensors);
-        let sizes_or_senders = call.exchange_headers(agreement, size_or_sender, text)?;
-        Ok(Some((call, sizes_or_senders, guard)))
+        let header_values = call.exchange_headers(hash, header_value, text)?;
+        Ok(Some((call, header_values, guard)))
     }
 
     fn check_sendable(&self, ctx: &GroupContext, x: &Tensor) -> Result<()> {
@@ -245,12 +246,13 @@ impl NcclInner {
         &self,
         ctx: &GroupContext,
         work: ListRequest,
-        count: TransferCount,
+        by: ReduceBy,
     ) -> Result<(NcclListOp, u64, Vec<u8>)> {
         let list = match &work {
             ListRequest::Gather { own, .. } => {
                 own.iter().try_for_each(|x| self.check_sendable(ctx, x))?;
-                // Runs differ by rank; the call's detail contains the layout's fingerprint.
+                // Not compared: each rank has other runs. The layout's fingerprint, in the call's
+                // detail, is.
                 &[]
             }
             ListRequest::Reduce { list, .. } => {
@@ -258,9 +260,9 @@ impl NcclInner {
                 &list[..]
             }
         };
-        let agreement = call_hash(&ctx.call, list);
+        let hash = call_hash(&ctx.call, list);
         let text = description(&ctx.call, list);
-        Ok((NcclListOp::new(ctx, work, count)?, agreement, text))
+        Ok((NcclListOp::new(ctx, work, by)?, hash, text))
     }
 }
 
@@ -276,7 +278,7 @@ impl PendingCollective for NcclHandle {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
         let engine = &*self.nccl.0;
         let _guard = engine.current.enter(&self.ctx)?;
-        let deadline = engine.started.deadline;
+        let deadline = engine.background.deadline;
         match self.started.recv_timeout(deadline) {
             Ok(list_op) => list_op?.finish(),
             Err(RecvTimeoutError::Timeout) => {
@@ -295,7 +297,7 @@ impl Engine for Nccl {
             return contiguous_copy(x);
         };
         call.carry_out(|| {
-            let mut sum = TensorReduction::new(ctx, flat(x)?, reduction, TransferCount::Two)?;
+            let mut sum = TensorReduction::new(ctx, flat(x)?, reduction, ReduceBy::Parts)?;
             sum.start(&call)?;
             sum.finish()?.reshape(x.shape())
         })
@@ -349,6 +351,7 @@ impl Engine for Nccl {
             None => NO_SENDER,
         };
         let Some((call, senders, _guard)) = self.0.enter(ctx, slice::from_ref(x), sender)? else {
+            // A group of one: the only possible sender is this member.
             return from.map(|_| contiguous_copy(x)).transpose();
         };
         let n_items = x.elem_count();
@@ -369,23 +372,27 @@ impl Engine for Nccl {
         }
     }
 
-    fn run(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {
+    fn run_list(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {
         let _guard = self.0.current.enter(ctx)?;
-        let (mut list_op, agreement, text) = self.0.prepare(ctx, work, TransferCount::Two)?;
-        let call = NcclCall { channel: &self.0.called, ctx };
-        call.exchange_headers(agreement, 0, || text)?;
+        let (mut list_op, hash, text) = self.0.prepare(ctx, work, ReduceBy::Parts)?;
+        let call = NcclCall { channel: &self.0.blocking, ctx };
+        call.exchange_headers(hash, 0, || text)?;
         call.carry_out(|| list_op.start(&call))?;
         list_op.finish()
     }
 
-    fn start(&self, ctx: &GroupContext, work: ListRequest) -> Result<Box<dyn PendingCollective>> {
+    fn start_list(
+        &self,
+        ctx: &GroupContext,
+        work: ListRequest,
+    ) -> Result<Box<dyn PendingCollective>> {
         let _guard = self.0.current.enter(ctx)?;
-        let (list_op, agreement, text) = self.0.prepare(ctx, work, TransferCount::One)?;
-        let channel = Arc::clone(&self.0.started);
+        let (list_op, hash, text) = self.0.prepare(ctx, work, ReduceBy::EveryMember)?;
+        let channel = Arc::clone(&self.0.background);
         let own_ctx = ctx.clone();
         let started = self.0.comm_thread.queue_start(list_op, move |list_op| {
             let call = NcclCall { channel: &channel, ctx: &own_ctx };
-            call.exchange_headers(agreement, 0, || text)?;
+            call.exchange_headers(hash, 0, || text)?;
             call.carry_out(|| list_op.start(&call))
         });
         Ok(Box::new(NcclHandle { nccl: self.clone(), ctx: ctx.clone(), started }))
@@ -395,6 +402,7 @@ impl Engine for Nccl {
     /// pending work.
     fn barrier(&self, ctx: &GroupContext) -> Result<()> {
         self.0.device.synchronize()?;
+        // The exchange of headers is the barrier.
         self.0.enter(ctx, &[], 0).map(drop)
     }
 
@@ -420,11 +428,11 @@ impl Engine for Nccl {
     }
 }
 
-/// Returns the shape of a rank's tensor in a gather, given its size in the free dimension.
-fn gathered_shape(ctx: &GroupContext, x: &Tensor, n_rows: i64) -> Result<Vec<usize>> {
+/// Returns the shape of a rank's tensor in a gather, given its size in the free dimension, if there is one.
+fn gathered_shape(ctx: &GroupContext, x: &Tensor, free_size: i64) -> Result<Vec<usize>> {
     let mut dims = x.dims().to_vec();
     if let Some(dim) = ctx.call.free_dim {
-        dims[dim] = usize::try_from(n_rows)?;
+        dims[dim] = usize::try_from(free_size)?;
     }
     Ok(dims)
 }

@@ -111,7 +111,7 @@ impl Transport for Port {
         Ok(arrived)
     }
 
-    /// Received items become visible only at `order`.
+    /// Received items become visible only at `make_device_wait`.
     fn transfer(
         &self,
         transfer: LinkTransfer,
@@ -148,7 +148,7 @@ struct InMemory {
 }
 
 impl TransferHandle for InMemory {
-    fn order(&self) -> Result<()> {
+    fn make_device_wait(&self) -> Result<()> {
         for (key, place) in lock(&self.incoming).drain(..) {
             let x = self.network.tensors.receive(key);
             assert_eq!((x.dtype(), x.dims()), (self.destination.dtype(), &[place.len()][..]));
@@ -185,16 +185,16 @@ fn run<T: Send>(axes: &Axes, f: impl Fn(&Replica) -> T + Sync) -> Vec<T> {
     let networks = [Arc::<Network>::default(), Arc::default()];
     let replica = |slot| {
         let exit = exit(slot);
-        let [called, started] = networks.each_ref().map(|network| channel(network, &exit));
+        let [blocking, background] = networks.each_ref().map(|network| channel(network, &exit));
         let engine = Nccl(Arc::new(NcclInner {
             topology: Arc::clone(&topology),
             slot,
             device: Device::Cpu,
             counters: Default::default(),
             current: CurrentCall::default(),
-            called,
+            blocking,
             comm_thread: CommThread::new().unwrap(),
-            started: Arc::new(started),
+            background: Arc::new(background),
             exit,
         }));
         Replica::new(ReplicaContext {

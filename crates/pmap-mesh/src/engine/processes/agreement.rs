@@ -19,8 +19,8 @@ pub(crate) fn call_hash(call: &CollectiveCall, tensors: &[Tensor]) -> u64 {
     agreement
         .write_bytes(call.op.as_bytes())
         .write_bytes(call.detail.as_bytes())
-        .write_u64(call.set);
-    // Do not allocate here: a complete sum of a few bytes takes only 2 µs.
+        .write_u64(call.axis_set);
+    // Do not allocate here: a whole `all_reduce` of a few bytes takes only 2 µs.
     agreement.write_u64(match call.free_dim {
         Some(dim) => dim as u64,
         None => u64::MAX,

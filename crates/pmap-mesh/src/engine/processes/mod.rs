@@ -9,7 +9,9 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{Device, Result, Tensor};
 
-pub(crate) use self::agreement::{TEXT_BYTES, call_hash, description, disagreement};
+#[cfg(feature = "mpi")]
+pub(crate) use self::agreement::TEXT_BYTES;
+pub(crate) use self::agreement::{call_hash, description, disagreement};
 use self::packing::{decode, encode_list, encode_reason};
 use crate::{
     axes::ALL,

@@ -124,7 +124,7 @@ impl Engine for ThreadEngine {
             let list = vec![x.clone()];
             let request =
                 ListRequest::Reduce { list, wanted: WantedTensors::Everything, reduction };
-            let mut sums = self.run(ctx, request)?;
+            let mut sums = self.run_list(ctx, request)?;
             return Ok(sums.swap_remove(0));
         }
         let exchange = self.rendezvous.contribute_and_wait(ctx, snapshot(x)?.into(), None)?;
@@ -172,7 +172,7 @@ impl Engine for ThreadEngine {
         message.from.map(|from| exchange.only_tensor(from).to_device(device)).transpose()
     }
 
-    fn run(&self, ctx: &GroupContext, request: ListRequest) -> Result<Vec<Tensor>> {
+    fn run_list(&self, ctx: &GroupContext, request: ListRequest) -> Result<Vec<Tensor>> {
         let arrival = self.reserve_link(&request);
         let (op, contribution) = ListOp::new(request)?;
         let exchange = self.rendezvous.contribute_and_wait(
@@ -185,7 +185,7 @@ impl Engine for ThreadEngine {
         results
     }
 
-    fn start(
+    fn start_list(
         &self,
         ctx: &GroupContext,
         request: ListRequest,
