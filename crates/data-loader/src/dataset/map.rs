@@ -14,9 +14,9 @@ pub struct MapDataset<D, F> {
     f: F,
 }
 
-/// Random streams of a sample's seed: for the data set below, and for the function. With the same
-/// stream, nested random changes would be correlated.
-const BELOW_STREAM: u64 = 0;
+/// Streams derived from a sample's seed: one for the wrapped data set, one for the function. With the
+/// same stream, nested random changes would be correlated.
+const WRAPPED_STREAM: u64 = 0;
 const FUNCTION_STREAM: u64 = 1;
 
 impl<D, F> MapDataset<D, F> {
@@ -40,11 +40,13 @@ where
     /// Reads a sample, with random changes from a fixed seed.
     fn read(&self, index: u64) -> Result<T, BoxError> {
         let sample = self.read_seeded(index, Seed::default().derive(index));
-        self.check(&[index]).and(sample)
+        // Check afterwards, as loaders do: a changed file explains a failed read better.
+        self.check(&[index])?;
+        sample
     }
 
     fn read_seeded(&self, index: u64, seed: Seed) -> Result<T, BoxError> {
-        let sample = self.dataset.read_seeded(index, seed.derive(BELOW_STREAM))?;
+        let sample = self.dataset.read_seeded(index, seed.derive(WRAPPED_STREAM))?;
         (self.f)(sample, seed.derive(FUNCTION_STREAM))
     }
 

@@ -14,14 +14,16 @@ use crate::{
     },
 };
 
-/// A text file with the places of its samples. The file itself is opened by the caller.
+/// The path, stamp and sample index of a text file. It keeps no open file: callers get one from
+/// [`reopen`](Self::reopen).
 #[derive(Debug)]
 pub(crate) struct IndexedText {
     path: PathBuf,
     stamp: FileStamp,
+    /// Hash of the length and of the first and last 4 KiB.
     edge_hash: u64,
-    /// Whether the last line has an end.
-    ended: bool,
+    /// Whether the last line ends in a newline.
+    ends_in_newline: bool,
     pub(crate) index: LineIndex,
 }
 
@@ -36,9 +38,9 @@ impl IndexedText {
     pub(crate) fn open(path: &Path, rule: SplitRule, place: &IndexPlace) -> Result<Self> {
         let file = DataFile::open(path)?;
         let index = LineIndex::open(&file, rule, place)?;
-        let ended = file.read(file.len().saturating_sub(1)..file.len())? == b"\n";
+        let ends_in_newline = file.read(file.len().saturating_sub(1)..file.len())? == b"\n";
         let edge_hash = file.edge_hash()?;
-        Ok(Self { path: path.into(), stamp: file.stamp, edge_hash, ended, index })
+        Ok(Self { path: path.into(), stamp: file.stamp, edge_hash, ends_in_newline, index })
     }
 
     /// Opens the file, which must not have changed.
@@ -46,9 +48,10 @@ impl IndexedText {
         DataFile::reopen(&self.path, self.stamp)
     }
 
-    /// Returns true if a line that ends here ends in `\n`.
+    /// Returns true if the line that ends at `position` has a newline, as every line has but perhaps the
+    /// last.
     pub(crate) fn is_line_end(&self, position: u64) -> bool {
-        position < self.stamp.n_bytes || self.ended
+        position < self.stamp.n_bytes || self.ends_in_newline
     }
 
     /// Returns numbers that tell this content from another's.
@@ -76,6 +79,8 @@ impl IndexedText {
     ) -> Error {
         let n_blank = sample.bytes.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
         let n_blank_lines = count_newlines(&sample.bytes[..n_blank]);
+        // The index knows line numbers only at some positions: count the newlines from there to the
+        // sample.
         let known = sample.place.known_position;
         let gap = file.reader_at(known).take(sample.place.bytes.start - known);
         let newlines = BufReader::new(gap).bytes().map(|byte| Ok(u64::from(byte? == b'\n')));
