@@ -92,9 +92,10 @@ pub struct CollectiveTraffic {
 /// forward pass and again before the backward pass, because they are freed in between; only the
 /// root unit and [kept units](crate::ShardingPlan::with_kept_units) stay, as in PyTorch's
 /// `fully_shard`. Gradients are reduced once per unit. Parameters that one rank owns whole are part
-/// of the same calls as cut ones. Gradients of replicated parameters are averaged by one
-/// `all_reduce` per unit; with several replicas, an `all_reduce` over the ranks with the same part
-/// also averages the reduced gradients. A world of one rank sends nothing.
+/// of the same calls as cut ones. Parameters that every rank keeps whole need one `all_reduce` of
+/// their gradients per unit, over all ranks. If the model itself has several copies (HSDP), a further
+/// `all_reduce` per unit averages the scattered gradients over the copies. A world of one rank sends
+/// nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct Collectives {

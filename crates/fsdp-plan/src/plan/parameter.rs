@@ -32,7 +32,8 @@ impl PlannedParameter {
         self.cut
     }
 
-    /// Returns the bytes that one shard group stores under this name; copies count once.
+    /// Returns the bytes that this parameter adds to one copy of the model: 0 if it is tied, because its
+    /// tensor counts under the other name.
     pub(crate) fn unique_bytes(&self) -> u64 {
         if self.cut == Cut::Tied { 0 } else { self.info.bytes() }
     }
