@@ -132,7 +132,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
         let sizes: Vec<u64> = self.params.iter().map(|var| var.elem_count() as u64).collect();
         // Every process gets the sums of all parameters, divided among its own slots.
         let owned = Arc::new(divide(&sizes, self.mesh.devices().len()));
-        let outcome: Arc<(StepErrors, OnceLock<f64>)> = Arc::default();
+        let outcome: Arc<StepOutcome> = Arc::default();
         let fingerprint = batch::shared_fingerprint(&self.mesh, &batch)?;
         let step = self.mesh.pmap({
             let shapes = BatchShapes::new(&batch);
@@ -142,20 +142,15 @@ impl<I: TensorTree> ValueAndGrad<I> {
             let owned = Arc::clone(&owned);
             let outcome = Arc::clone(&outcome);
             move |ctx, shard: I| {
-                let (errors, mean) = &*outcome;
                 let loss = shapes.explain(shard, |shard| loss(ctx, shard))?;
-                let (mut shard_loss, _) = loss.of_batch(fingerprint).into_shard(ctx)?;
-                let sums = shard_loss.agree(ctx, allow, errors).and_then(|batch_loss| {
-                    let weight = batch_loss.with_weight(errors)?.weight();
-                    mean.get_or_init(|| batch_loss.mean());
-                    let grads = differentiate(shard_loss, &params, weight, has_halves(&params))?;
-                    sum_grads(ctx, &params, grads, &owned[ctx.local_index()], Precision::default())
-                });
-                errors.none_if_agreed(sums)
+                let (shard_loss, _) = loss.of_batch(fingerprint).into_shard(ctx)?;
+                let wanted = &owned[ctx.local_index()];
+                let sums = sum_shard_grads(ctx, shard_loss, &params, wanted, allow, &outcome);
+                outcome.errors.none_if_agreed(sums)
             }
         });
         let step = step.in_axes(self.in_axes.clone()).uneven(self.uneven);
-        let (errors, mean) = &*outcome;
+        let StepOutcome { errors, mean_loss } = &*outcome;
         let results = step.call_sharded(batch).map(|results| {
             // If all replicas reject the step, none has sums.
             results.shards().iter().all(Option::is_some).then_some(results)
@@ -175,7 +170,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
             self.check_finite(index, sum)?;
             grads.insert(&self.params[index], sum.clone());
         }
-        Ok((*mean.get().expect("every replica has set the mean"), grads))
+        Ok((*mean_loss.get().expect("every replica has set the mean"), grads))
     }
 
     fn check_finite(&self, index: usize, gradient: &Tensor) -> Result<()> {
@@ -202,10 +197,35 @@ impl<I> fmt::Debug for ValueAndGrad<I> {
     }
 }
 
+/// What the replicas of a step have in common.
+#[derive(Default)]
+struct StepOutcome {
+    errors: StepErrors,
+    /// The mean loss of the batch.
+    mean_loss: OnceLock<f64>,
+}
+
+/// Agrees on the loss of the batch, differentiates the loss of a shard, and sums the gradients of the
+/// `wanted` parameters over all replicas.
+fn sum_shard_grads(
+    ctx: &Replica,
+    mut shard_loss: ShardLoss,
+    params: &[Var],
+    wanted: &[usize],
+    allow_non_finite: bool,
+    outcome: &StepOutcome,
+) -> candle_core::Result<Vec<Option<Tensor>>> {
+    let StepOutcome { errors, mean_loss } = outcome;
+    let batch_loss = shard_loss.agree(ctx, allow_non_finite, errors)?.require_weight(errors)?;
+    mean_loss.get_or_init(|| batch_loss.mean());
+    let grads = differentiate(shard_loss, params, batch_loss.weight(), has_halves(params))?;
+    sum_grads(ctx, params, grads, wanted, Precision::default())
+}
+
 /// Differentiates a shard's sum divided by `scale`. Returns the gradient of each variable, or
 /// `None` if the loss does not depend on the variable. Half-precision gradients stay in single
-/// precision. `halves` states whether any variable of the
-/// model, even a frozen variable, has half precision.
+/// precision. `halves` states whether any variable of the model, even a frozen variable, has half
+/// precision.
 ///
 /// The graph of the forward pass is freed before the gradients are reduced.
 pub(crate) fn differentiate(
@@ -216,29 +236,31 @@ pub(crate) fn differentiate(
 ) -> candle_core::Result<Vec<Option<Tensor>>> {
     let halves = halves || is_half(shard.dtype());
     let is_empty = shard.is_empty();
-    let (sum, rest) = shard.into_scaled_sum(scale, halves)?;
+    let (sum, remaining_factor) = shard.into_scaled_sum(scale, halves)?;
     let variables = vars.iter().map(Var::as_tensor);
     let mut store = with_direct_grads(variables, || sum.backward())?;
     drop(sum);
     let mut gradients = Vec::with_capacity(vars.len());
     for var in vars {
         gradients.push(match store.remove(var) {
-            Some(gradient) => Some(correct_gradient(widen(&gradient)?, is_empty, rest)?),
+            Some(gradient) => {
+                Some(correct_gradient(widen(&gradient)?, is_empty, remaining_factor)?)
+            }
             None => None,
         });
     }
     Ok(gradients)
 }
 
-/// Multiplies a gradient of a shard's backward pass by `rest`, the factor that the differentiated
+/// Multiplies a gradient of a shard's backward pass by `remaining_factor`, which the differentiated
 /// sum does not include. Replaces non-finite gradients of a shard without weight.
 pub(crate) fn correct_gradient(
     gradient: Tensor,
     is_empty: bool,
-    rest: f64,
+    remaining_factor: f64,
 ) -> candle_core::Result<Tensor> {
     let gradient = if is_empty { finite_or_zeros(gradient)? } else { gradient };
-    scale_gradient(gradient, rest)
+    scale_gradient(gradient, remaining_factor)
 }
 
 /// Multiplies a gradient by a factor, without a pass over it if the factor is 1, as in most steps.
@@ -247,9 +269,10 @@ pub(crate) fn scale_gradient(gradient: Tensor, factor: f64) -> candle_core::Resu
     if factor == 1.0 { Ok(gradient) } else { gradient * factor }
 }
 
-/// Returns the gradient of a shard without weight, or zeros if any item is not finite. Finite items
-/// are gradients from other replicas, and non-finite items come from the mean over zero rows of the
-/// shard itself.
+/// Returns the gradient of a shard without weight, or zeros if any item is not finite.
+///
+/// A shard without weight gets gradients only through collectives, from other replicas. If its own
+/// loss is a mean over zero rows, its gradients are NaN instead, and count as zeros.
 fn finite_or_zeros(gradient: Tensor) -> candle_core::Result<Tensor> {
     let sum: f64 = gradient.sum_all()?.to_dtype(DType::F64)?.to_scalar()?;
     if sum.is_finite() { Ok(gradient) } else { gradient.zeros_like() }
@@ -313,6 +336,7 @@ pub(crate) fn sum_existing_grads(
     }
     let wanted_positions: Vec<usize> = wanted.iter().filter_map(|&var| positions[var]).collect();
     let mut sums = ctx.psum_list(summands, &wanted_positions, ALL)?.into_iter();
+    // `psum_list` returns the sums in the order of `wanted_positions`.
     Ok(wanted.iter().map(|&var| positions[var].and_then(|_| sums.next())).collect())
 }
 

@@ -210,7 +210,7 @@ impl Loss<Vec<Tensor>> {
         errors: &StepErrors,
     ) -> candle_core::Result<(BatchLoss, Vec<Tensor>)> {
         let (mut shard, attached) = self.into_shard(ctx)?;
-        let batch = shard.agree(ctx, allow_non_finite, errors)?.with_weight(errors)?;
+        let batch = shard.agree(ctx, allow_non_finite, errors)?.require_weight(errors)?;
         Ok((batch, attached.over_replicas(ctx, errors)?.aux))
     }
 }
@@ -380,7 +380,7 @@ impl BatchLoss {
     }
 
     /// Returns the loss unchanged, or an error if its weight is 0.
-    pub(crate) fn with_weight(self, errors: &StepErrors) -> candle_core::Result<Self> {
+    pub(crate) fn require_weight(self, errors: &StepErrors) -> candle_core::Result<Self> {
         if self.weight == 0.0 {
             Err(errors.record_agreed(TrainingError::NoWeight))
         } else {

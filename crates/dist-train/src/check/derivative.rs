@@ -195,9 +195,9 @@ impl CheckedPart<'_> {
     /// Returns the variables moved by `distance` along the direction, in their compute
     /// dtypes.
     fn values_at(&self, direction: &[Tensor], distance: f64) -> candle_core::Result<Vec<Tensor>> {
-        let values = self.at.iter().zip(direction).zip(&self.dtypes);
-        let moved_values = values.map(|((at, direction), &dtype)| {
-            (at.to_dtype(DType::F64)? + (direction * distance)?)?.to_dtype(dtype)
+        let values = self.values.iter().zip(direction).zip(&self.dtypes);
+        let moved_values = values.map(|((value, direction), &dtype)| {
+            (value.to_dtype(DType::F64)? + (direction * distance)?)?.to_dtype(dtype)
         });
         moved_values.collect()
     }

@@ -10,18 +10,19 @@ use crate::{
     parameters::{declare::Declared, init},
 };
 
-/// The minimum assumed size of items, for biases and other variables that start at zero.
-const MIN_ITEM_SIZE: f64 = 1e-2;
+/// The least magnitude that is assumed for a variable's items, for biases and other variables that
+/// start at zero.
+const MIN_RMS: f64 = 1e-2;
 
-/// Returns the gradient as a direction, scaled so that its largest item equals the average item
-/// size of the variables. The loss changes most along the gradient, so this direction reveals a
+/// Returns the gradient as a direction, scaled so that its largest item equals the mean RMS of the
+/// variables. The loss changes most along the gradient, so this direction reveals a
 /// gradient that is too large or should be zero.
 pub(super) fn steepest(part: &CheckedPart<'_>) -> Result<Vec<Tensor>> {
     scale_gradients(part).doing(CHECKING)
 }
 
 fn scale_gradients(part: &CheckedPart<'_>) -> candle_core::Result<Vec<Tensor>> {
-    let total_size = part.at.iter().map(item_size).sum::<candle_core::Result<f64>>()?;
+    let total_rms = part.values.iter().map(rms).sum::<candle_core::Result<f64>>()?;
     let mut largest: f64 = 0.0;
     let gradients: Vec<Tensor> =
         part.gradients.iter().map(replace_non_finite).collect::<candle_core::Result<_>>()?;
@@ -30,7 +31,7 @@ fn scale_gradients(part: &CheckedPart<'_>) -> candle_core::Result<Vec<Tensor>> {
             largest = largest.max(gradient.abs()?.flatten_all()?.max(0)?.to_scalar()?);
         }
     }
-    let scale = if largest > 0.0 { total_size / part.at.len() as f64 / largest } else { 0.0 };
+    let scale = if largest > 0.0 { total_rms / part.values.len() as f64 / largest } else { 0.0 };
     gradients.iter().map(|gradient| gradient * scale).collect()
 }
 
@@ -42,21 +43,21 @@ fn replace_non_finite(gradient: &Tensor) -> candle_core::Result<Tensor> {
     is_finite.where_cond(gradient, &gradient.zeros_like()?)
 }
 
-/// Draws a direction of normal numbers, with the item size of each variable. A missing part of a
+/// Draws a direction of normal numbers, with the RMS of each variable. A missing part of a
 /// gradient may be orthogonal to the rest of the gradient, and this direction reveals it.
 pub(super) fn random(part: &CheckedPart<'_>) -> Result<Vec<Tensor>> {
-    let named = part.names.iter().zip(&part.at);
+    let named = part.names.iter().zip(&part.values);
     named
-        .map(|(name, at)| {
-            let stdev = item_size(at).doing(CHECKING)?;
+        .map(|(name, value)| {
+            let stdev = rms(value).doing(CHECKING)?;
             let declared = Declared {
                 name: (*name).to_owned(),
-                shape: at.shape().clone(),
+                shape: value.shape().clone(),
                 dtype: DType::F64,
                 init: Init::Randn { mean: 0.0, stdev },
             };
-            let items = init::seeded(SEED, &declared, 0..at.elem_count(), &Device::Cpu)?;
-            items.reshape(at.shape()).doing(CHECKING)
+            let items = init::seeded(SEED, &declared, 0..value.elem_count(), &Device::Cpu)?;
+            items.reshape(value.shape()).doing(CHECKING)
         })
         .collect()
 }
@@ -64,8 +65,8 @@ pub(super) fn random(part: &CheckedPart<'_>) -> Result<Vec<Tensor>> {
 /// An arbitrary seed, different from the seeds of initial values.
 const SEED: Seed = Seed::new(0x6772_6164);
 
-/// Returns the root mean square of a variable's items, at least [`MIN_ITEM_SIZE`].
-fn item_size(at: &Tensor) -> candle_core::Result<f64> {
-    let squares = at.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?;
-    Ok((squares / at.elem_count().max(1) as f64).sqrt().max(MIN_ITEM_SIZE))
+/// Returns the root mean square of a variable's items, at least [`MIN_RMS`].
+fn rms(value: &Tensor) -> candle_core::Result<f64> {
+    let squares = value.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?;
+    Ok((squares / value.elem_count().max(1) as f64).sqrt().max(MIN_RMS))
 }

@@ -118,7 +118,7 @@ struct CheckedPart<'a> {
     vars: &'a [usize],
     names: Vec<&'a str>,
     /// The variables' own values, on the host.
-    at: Vec<Tensor>,
+    values: Vec<Tensor>,
     /// The compute dtypes of the variables.
     dtypes: Vec<DType>,
     /// Gradients at these values, on the host and in double precision.
@@ -132,15 +132,15 @@ impl<'a> CheckedPart<'a> {
         names: &[&'a str],
         gradients: &[Option<Tensor>],
     ) -> Result<Self> {
-        let mut at = Vec::new();
+        let mut values = Vec::new();
         for &var in vars {
             // A copy, because the variable is about to change.
             let value = model.value(var)?.to_device(&Device::Cpu).and_then(|value| value.copy());
-            at.push(value.doing(CHECKING)?);
+            values.push(value.doing(CHECKING)?);
         }
         let names = vars.iter().map(|&var| names[var]).collect();
-        let dtypes = at.iter().map(|at| model.compute_dtype(at.dtype())).collect();
-        let mut part = Self { vars, names, at, dtypes, gradients: Vec::new() };
+        let dtypes = values.iter().map(|value| model.compute_dtype(value.dtype())).collect();
+        let mut part = Self { vars, names, values, dtypes, gradients: Vec::new() };
         part.gradients = part.on_host(gradients)?;
         Ok(part)
     }
@@ -150,10 +150,10 @@ impl<'a> CheckedPart<'a> {
     fn on_host(&self, gradients: &[Option<Tensor>]) -> Result<Vec<Tensor>> {
         self.vars
             .iter()
-            .zip(&self.at)
-            .map(|(&var, at)| match &gradients[var] {
+            .zip(&self.values)
+            .map(|(&var, value)| match &gradients[var] {
                 Some(gradient) => gradient.to_device(&Device::Cpu)?.to_dtype(DType::F64),
-                None => Tensor::zeros(at.shape(), DType::F64, &Device::Cpu),
+                None => Tensor::zeros(value.shape(), DType::F64, &Device::Cpu),
             })
             .collect::<candle_core::Result<_>>()
             .doing(CHECKING)
@@ -164,7 +164,7 @@ impl<'a> CheckedPart<'a> {
     }
 
     fn restore(&self, model: &mut impl Checked) -> Result<()> {
-        self.set(model, &self.at)
+        self.set(model, &self.values)
     }
 }
 

@@ -48,7 +48,8 @@ pub struct Metrics {
 pub struct TimedStep {
     /// The metrics of the step.
     pub metrics: StepMetrics,
-    /// The duration; for the first step of a session, since the start of the session.
+    /// The duration of the step alone; for the first step of a session, since the start of the
+    /// session. ([`StepMetrics::seconds`] counts from the start of the session for every step.)
     pub seconds: f64,
     /// Whether the step is the first of a resumed session.
     pub is_resumed: bool,
@@ -91,28 +92,28 @@ impl Metrics {
     pub fn read_lines(mut reader: impl BufRead) -> io::Result<Self> {
         let mut metrics = Self::default();
         let mut line = Vec::new();
-        // The previous line, which is judged together with the step that follows it.
-        let mut previous: Option<Option<StepMetrics>> = None;
+        // The previous line, which is judged once the next line is known.
+        let mut pending: Option<ParsedLine> = None;
         let mut n_lines = 0;
         while read_line(&mut reader, &mut line)? {
             let step = parse_step(&line);
             if step.is_none() && is_cut(&line) {
                 break;
             }
-            if let Some(previous) = previous.replace(step) {
-                metrics.add(n_lines - 1, previous, step);
+            if let Some(previous) = pending.replace(ParsedLine { step }) {
+                metrics.add(n_lines - 1, previous.step, step);
             }
             n_lines += 1;
         }
-        if let Some(last) = previous {
-            metrics.add(n_lines - 1, last, None);
+        if let Some(last) = pending {
+            metrics.add(n_lines - 1, last.step, None);
         }
         Ok(metrics)
     }
 
     /// Adds the step of a line, or counts the line as damaged. `next` is the step of the next line.
     fn add(&mut self, index: usize, step: Option<StepMetrics>, next: Option<StepMetrics>) {
-        match step.filter(|step| self.is_between(step, next)) {
+        match step.filter(|step| self.is_in_order(step, next)) {
             Some(step) => {
                 self.steps.push(step);
                 self.line_indices.push(index);
@@ -121,10 +122,10 @@ impl Metrics {
         }
     }
 
-    /// Returns true if a step fits between the previous steps and the next step. The next step is
-    /// ignored if it must be the misplaced one: it comes before the previous steps, or `step`
-    /// directly follows the previous steps.
-    fn is_between(&self, step: &StepMetrics, next: Option<StepMetrics>) -> bool {
+    /// Returns true if a step is in order: not before `done()`, and before the next step. The next
+    /// step does not count if it is itself out of order (below `done()`), or if this step is exactly
+    /// `done()`.
+    fn is_in_order(&self, step: &StepMetrics, next: Option<StepMetrics>) -> bool {
         let done = self.done();
         let is_next_misplaced = next.is_some_and(|next| next.step < done);
         let is_before_next = next.is_none_or(|next| step.step < next.step);
@@ -149,8 +150,8 @@ impl Metrics {
         &self.damaged
     }
 
-    /// Rewrites the file that these steps were read from with their lines alone, unchanged. The file
-    /// is replaced atomically.
+    /// Removes all lines but those of these steps from the file that they were read from. The kept
+    /// lines do not change. The file is replaced atomically.
     ///
     /// # Errors
     ///
@@ -217,6 +218,12 @@ impl Metrics {
         self.steps.iter().rev().take(n_steps).for_each(|step| mean.add(step));
         mean.mean()
     }
+}
+
+/// A line of the file, which may be damaged.
+struct ParsedLine {
+    /// The step, if the line is one.
+    step: Option<StepMetrics>,
 }
 
 /// The length limit of a line. The longest line of a step has about 300 bytes.

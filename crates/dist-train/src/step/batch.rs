@@ -48,7 +48,7 @@ impl Batch {
         let loss = shard.agree(ctx, rules.allow_non_finite, &rules.errors)?;
         if rules.goal == Goal::Update {
             let total_loss = before.as_ref().map_or(loss, |before| before.loss.plus(loss));
-            total_loss.with_weight(&rules.errors)?;
+            total_loss.require_weight(&rules.errors)?;
         }
         // The scale is 0 while all batches had no weight.
         let scale = match &before {
@@ -95,7 +95,7 @@ pub(crate) fn agree_without_totals(
 ) -> Result<(ShardLoss, BatchLoss, Vec<Tensor>)> {
     let (mut shard, attached) = loss.into_shard(ctx)?;
     let loss = shard.agree(ctx, rules.allow_non_finite, &rules.errors)?;
-    Ok((shard, loss.with_weight(&rules.errors)?, attached.aux))
+    Ok((shard, loss.require_weight(&rules.errors)?, attached.aux))
 }
 
 impl Totals {

@@ -426,8 +426,8 @@ fn variables_with_two_names_are_rejected() {
     };
     let builder = DataParallel::builder(&mesh, layers(["b", "a"])).with_variables(&vars);
     let error = builder.freeze(["a"]).build(adam).unwrap_err();
-    let text = "a.weight and b.weight are one variable under two names: ask for one name twice in \
-                the constructor";
+    let text = "a.weight and b.weight are the same variable; to share it, use the same name in both \
+                places of the constructor";
     assert_eq!(error.to_string(), text);
 
     let tied = DataParallel::builder(&mesh, layers(["a", "a"])).with_variables(&vars).build(adam);

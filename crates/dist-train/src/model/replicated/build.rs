@@ -48,7 +48,8 @@ pub(crate) fn build<M, O: Optimizer>(
     let map = config.var_map.clone().unwrap_or_else(VarMap::new);
     let Prepared { inventory, vars, dtype } = mesh.all_ok(prepare(mesh, config, &map, model))?;
     let dtypes = vars.iter().map(|var| var.dtype());
-    settings::check(mesh, &settings::model_settings(&inventory, dtypes, config, false))?;
+    let is_sharded = false;
+    settings::check(mesh, &settings::model_settings(&inventory, dtypes, config, is_sharded))?;
     let sets = vars::sets(mesh, vars.clone(), config.sharing).map_err(cannot_build);
     let sets = mesh.all_ok(sets)?;
     sync::broadcast_vars(mesh, &inventory, &sets)?;
@@ -74,8 +75,12 @@ pub(crate) fn build<M, O: Optimizer>(
     };
     let duties = vars::assign_duties(&sets, &inventory, n_sets, first_set);
     let built: CandleResult<Vec<_>> = duties.iter().map(|duties| builder.build(duties)).collect();
-    let result = built.and_then(|built| vars::add(&map, &inventory, &vars).map(|()| built));
-    let (slots, workers) = mesh.all_ok(result.map_err(cannot_build))?.into_iter().unzip();
+    // The map gets the variables only if all slots of this process are built.
+    let added = built.and_then(|built| {
+        vars::add(&map, &inventory, &vars)?;
+        Ok(built)
+    });
+    let (slots, workers) = mesh.all_ok(added.map_err(cannot_build))?.into_iter().unzip();
     Ok((inventory, slots, Replicated { workers, n_sets, is_shared: config.var_map.is_some() }))
 }
 
@@ -175,8 +180,8 @@ fn first_variables(
             vars.push(var);
             continue;
         }
-        // Layers set buffers themselves, so a buffer has only one copy, in the compute
-        // dtype.
+        // Layers write to buffers. A rounded copy would not see these writes, so a buffer is stored
+        // in the compute dtype and has no rounded copy.
         let dtype = match role {
             Role::Buffer => config.precision.compute_dtype(declared.dtype),
             Role::Trained(_) | Role::Frozen => declared.dtype,
@@ -199,8 +204,8 @@ fn check_distinct(declared: &[Declared], existing: &[Option<Var>]) -> Result<(),
         if let Some((first, _)) = named[..position].iter().find(|(_, other)| other.id() == var.id())
         {
             let reason = format!(
-                "{} and {} are one variable under two names: ask for one name twice in the \
-                 constructor",
+                "{} and {} are the same variable; to share it, use the same name in both places of \
+                 the constructor",
                 first.name, second.name
             );
             return Err(TrainingError::option("with_variables", reason));
@@ -221,12 +226,15 @@ fn worker<M>(
 ) -> Worker<M> {
     let trained = inventory.roles.trained();
     let positions = trained.iter().copied().enumerate();
-    let owned = positions.filter(|(_, var)| duties.owned.contains(var));
+    let owned = positions.filter(|(_, var_index)| duties.owned.contains(var_index));
     Worker {
         model,
         eval_model,
-        trained: trained.iter().map(|&var| model_vars[var].clone()).collect(),
-        sum_dtypes: trained.iter().map(|&var| widened_dtype(vars[var].0.dtype())).collect(),
+        trained: trained.iter().map(|&var_index| model_vars[var_index].clone()).collect(),
+        sum_dtypes: trained
+            .iter()
+            .map(|&var_index| widened_dtype(vars[var_index].0.dtype()))
+            .collect(),
         owned: owned.collect(),
         precision,
         has_halves: has_halves(model_vars),
@@ -247,21 +255,21 @@ fn slot<O>(
     for (group, name) in inventory.roles.groups.iter().enumerate() {
         let trained = inventory.roles.trained_in(group);
         let own: Vec<usize> =
-            duties.owned.iter().copied().filter(|var| trained.contains(var)).collect();
-        let group_vars = own.iter().map(|&var| vars[var].0.clone()).collect();
+            duties.owned.iter().copied().filter(|var_index| trained.contains(var_index)).collect();
+        let group_vars = own.iter().map(|&var_index| vars[var_index].0.clone()).collect();
         let optimizer = optimizer(Group { name: name.clone(), vars: group_vars })?;
         optimizers.push(SlotOptimizer { group, vars: own, optimizer, has_stepped: false });
     }
     let trained = inventory.roles.trained();
-    let slot_vars = vars.into_iter().enumerate().map(|(param, (var, rounded))| SlotVar {
+    let slot_vars = vars.into_iter().enumerate().map(|(var_index, (var, rounded))| SlotVar {
         var,
         rounded,
-        param,
+        param: var_index,
         start: 0,
-        trained_index: trained.binary_search(&param).ok(),
-        is_primary: is_first_set && duties.owned.contains(&param),
-        is_saved: duties.saved.contains(&param),
-        is_loaded: duties.loaded.contains(&param),
+        trained_index: trained.binary_search(&var_index).ok(),
+        is_primary: is_first_set && duties.owned.contains(&var_index),
+        is_saved: duties.saved.contains(&var_index),
+        is_loaded: duties.loaded.contains(&var_index),
     });
     Ok(Slot::new(slot_vars.collect(), optimizers, trained.len()))
 }
