@@ -111,7 +111,7 @@ const NO_SETTINGS: &str = "\
     start a new run in another folder, or restore the run.json of this run";
 const SHARED: &str = "\
     --out must name a folder that all processes share, such as one of a network file system";
-const WENT_ON: &str = "\
+const CHANGED_WHILE_READ: &str = "\
     another process has just trained this run: the same command resumes it from its new state";
 const NO_CHECKPOINT_LEFT: &str =
     "restore one of these checkpoints, or start a new run in another folder";
@@ -403,7 +403,7 @@ fn finetune_run(error: &RunError) -> Option<&'static str> {
         RunError::Occupied { .. } => Some(OCCUPIED),
         RunError::PackedRows { .. } => Some(PACKED_ROWS),
         RunError::TextMismatch => Some(TEXT),
-        RunError::WentOn { .. } => Some(WENT_ON),
+        RunError::ChangedWhileRead { .. } => Some(CHANGED_WHILE_READ),
         RunError::NoDescription { .. } => Some(NO_SETTINGS),
         RunError::NotShared { .. } => Some(SHARED),
         RunError::ValidationTooSmall { .. } => Some(SMALL_VALIDATION),

@@ -29,7 +29,7 @@ pub enum RunError {
     TextMismatch,
     /// Another program started or continued the run while this program read it.
     #[error("the run in {} went on while it was read", Printable(path.display()))]
-    WentOn {
+    ChangedWhileRead {
         /// The folder of the run.
         path: PathBuf,
     },

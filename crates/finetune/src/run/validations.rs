@@ -20,10 +20,10 @@ pub(crate) const FILE: &str = "validation.jsonl";
 pub struct ValidationPoint {
     /// Number of steps before the validation.
     pub step: u64,
-    /// Mean loss of all predictions; NaN, and `null` in JSON, if it is not finite.
-    #[serde(deserialize_with = "number")]
+    /// Mean loss of all predictions. JSON stores a non-finite loss as null, which is read back as NaN.
+    #[serde(deserialize_with = "nan_if_null")]
     pub loss: f64,
-    /// Number of predictions.
+    /// Weight of the predictions: their number, if all have weight 1.
     pub predictions: f64,
 }
 
@@ -34,8 +34,8 @@ impl ValidationPoint {
     }
 }
 
-/// Reads a number. JSON has `null` for NaN and infinities.
-fn number<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<f64, D::Error> {
+/// Reads a number; null is NaN, because JSON has no non-finite numbers.
+fn nan_if_null<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 

@@ -250,7 +250,7 @@ impl RunOptions {
         let contents = contents(path)?;
         // It was not there when it was read: another program has just started the run.
         if contents.contains(&spec::FILE) {
-            return Err(RunError::WentOn { path: path.into() }.into());
+            return Err(RunError::ChangedWhileRead { path: path.into() }.into());
         }
         if contents.is_empty() {
             return Ok(found);

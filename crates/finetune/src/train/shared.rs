@@ -85,7 +85,7 @@ pub(super) fn check_unchanged(
     if largest(mesh, u64::from(now.as_ref() != snapshot))? == 0 {
         return Ok(());
     }
-    Err(RunError::WentOn { path: path.into() }.into())
+    Err(RunError::ChangedWhileRead { path: path.into() }.into())
 }
 
 #[cfg(test)]

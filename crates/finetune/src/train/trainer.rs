@@ -129,7 +129,7 @@ impl Trainer {
     ///
     /// # Errors
     ///
-    /// [`RunError::NotShared`] or [`RunError::WentOn`]; the errors of building a model, of
+    /// [`RunError::NotShared`] or [`RunError::ChangedWhileRead`]; the errors of building a model, of
     /// [`Checkpoints::lock`].
     pub fn new(mesh: &DeviceMesh, run: PreparedRun) -> Result<Self> {
         let path = match &run.out {
@@ -738,7 +738,10 @@ mod tests {
         };
         let is_rejected = |run: PreparedRun, what| {
             let error = Trainer::new(&mesh, run).unwrap_err();
-            assert!(matches!(error, Error::Run(RunError::WentOn { .. })), "{what}: {error}");
+            assert!(
+                matches!(error, Error::Run(RunError::ChangedWhileRead { .. })),
+                "{what}: {error}"
+            );
             assert_eq!(metrics(), before, "{what}");
         };
         // Another process saves a checkpoint, ends its session, and completes the run.

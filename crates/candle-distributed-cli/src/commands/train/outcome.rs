@@ -39,9 +39,9 @@ impl Args {
                 );
                 report_on_first(Error::from(error).with_hint(hint), process)
             }
-            finetune::Error::Run(RunError::WentOn { .. } | RunError::NotShared { .. }) => {
-                report_on_first(error.into(), process)
-            }
+            finetune::Error::Run(
+                RunError::ChangedWhileRead { .. } | RunError::NotShared { .. },
+            ) => report_on_first(error.into(), process),
             _ => error.into(),
         }
     }
@@ -72,8 +72,8 @@ fn report_on_first(error: Error, process: ProcessPlace) -> Error {
     ErrorKind::ReportedByFirst { exit_code, ends_all_processes }.into()
 }
 
-/// Adds a hint if the system cannot read the latest checkpoint. A damaged checkpoint is no error,
-/// since an older one replaces it.
+/// Adds a hint if the latest checkpoint cannot be read although it may be intact. A checkpoint known
+/// to be damaged does not get this hint: the one before it is used, if there is one.
 pub(super) fn hint_if_unreadable(error: finetune::Error) -> Error {
     let error = Error::from(error);
     match &*error.kind {
