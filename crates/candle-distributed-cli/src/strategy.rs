@@ -191,20 +191,20 @@ const MAX_NAMES: usize = 8;
 
 /// Writes the number of parameters that each rule decides, and the names of parameters that match
 /// no rule or several.
-pub(crate) fn write_matches(rules: &Matches<'_>, out: &mut dyn Write) -> io::Result<()> {
+pub(crate) fn write_matches(matches: &Matches<'_>, out: &mut dyn Write) -> io::Result<()> {
     let counts: Vec<_> =
-        rules.decided.iter().enumerate().map(|(rule, n)| format!("{n} by rule {rule}")).collect();
+        matches.decided.iter().enumerate().map(|(rule, n)| format!("{n} by rule {rule}")).collect();
     writeln!(
         out,
         "parameters decided: {}; {} by default",
         counts.join(", "),
-        rules.unmatched.len()
+        matches.unmatched.len()
     )?;
-    if !rules.unmatched.is_empty() {
-        writeln!(out, "no rule matches {}", join_names(&rules.unmatched))?;
+    if !matches.unmatched.is_empty() {
+        writeln!(out, "no rule matches {}", join_names(&matches.unmatched))?;
     }
-    if !rules.overlaps.is_empty() {
-        let overlaps: Vec<_> = rules.overlaps.iter().map(|(name, _)| *name).collect();
+    if !matches.overlaps.is_empty() {
+        let overlaps: Vec<_> = matches.overlaps.iter().map(|(name, _)| *name).collect();
         writeln!(out, "several rules match {}; the first one decides", join_names(&overlaps))?;
     }
     Ok(())

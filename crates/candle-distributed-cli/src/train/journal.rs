@@ -87,8 +87,9 @@ impl Journal {
     fn log_step(&mut self, step: &StepMetrics, batches: &[Batch]) {
         self.padding.extend(batches);
         self.first.get_or_insert((step.step, step.loss));
-        // The line before this step has shown the mean so far.
-        if self.ends_line(step.step) {
+        // A line was printed after the previous step: begin a new mean. (Not when it is printed,
+        // because `finish` shows the last mean.)
+        if self.prints_line_after(step.step) {
             self.recent = MeanLoss::default();
         }
         self.recent.add(step);
@@ -97,7 +98,7 @@ impl Journal {
             format!("loss {:.3}, {:.0} tokens/s", self.recent.mean(), self.tokens_per_second());
         self.bar.set_message(status.clone());
         self.bar.inc(1);
-        if self.ends_line(step.step + 1) {
+        if self.prints_line_after(step.step + 1) {
             let epoch = step.epoch.map_or(String::new(), |epoch| format!("epoch {epoch}, "));
             let line = format!("step {} of {}, {epoch}{status}", step.step + 1, self.steps);
             self.bar.suspend(|| output::message(|out| writeln!(out, "{line}")));
@@ -112,7 +113,7 @@ impl Journal {
     }
 
     /// Returns true if a progress line is printed after this many steps.
-    fn ends_line(&self, n_done: u64) -> bool {
+    fn prints_line_after(&self, n_done: u64) -> bool {
         n_done == self.steps || n_done.is_multiple_of(self.steps.div_ceil(N_LINES))
     }
 

@@ -26,7 +26,7 @@ use crate::{
     "echo 12 80 15 70 9 | candle-distributed batch --lengths - --strategy dynamic --max-tokens 160"
     "# The batches of rank 3: all ranks get the same number, and the batches of a step cost about the same"
     "candle-distributed batch --lengths lengths.txt --strategy sorted --max-tokens 16384 --world-size 8 --rank 3"
-    "# The waiting of 8 ranks with 4 micro-batches each, where attention costs the square of a length"
+    "# How long 8 ranks with 4 micro-batches each wait for one another, if a sequence costs its length squared"
     "candle-distributed batch --lengths lengths.txt --strategy sorted --max-tokens 16384 --world-size 8 --steps grid --global-batch 256 --accumulate 4 --cost attention"
     "# Packed rows of 2048 tokens"
     "candle-distributed batch --lengths lengths.txt --strategy pack --capacity 2048 --format json > packed.json"
@@ -49,15 +49,15 @@ pub(crate) struct BatchArgs {
     /// Strategy that selects the sequences of a batch
     #[arg(long, value_enum)]
     strategy: StrategyArg,
-    /// Maximum number of sequences per batch; for `dynamic` without --max-tokens, the number of
-    /// sequences of --max-sequence-length tokens, so batches of shorter sequences hold more
+    /// Maximum number of sequences per batch. With `dynamic` and without --max-tokens it sets the token
+    /// budget instead, B × --max-sequence-length, so batches of short sequences may hold more
     #[arg(long, value_name = "B")]
     max_batch_size: Option<u64>,
     /// Maximum number of tokens per batch, padding included
     #[arg(long, value_name = "T")]
     max_tokens: Option<u64>,
-    /// Maximum cost per batch: its size times the --cost of a sequence of its padded length, or the sum
-    /// over the sequences of a packed row
+    /// Maximum cost per batch: its number of sequences × the --cost of one at the padded length; with
+    /// `pack`, the sum of the costs in a row
     #[arg(long, value_name = "C")]
     max_cost: Option<u64>,
     /// Cost of a sequence, for --max-cost and to balance micro-batches [default: tokens]
@@ -100,14 +100,15 @@ pub(crate) struct BatchArgs {
     /// Give every batch a multiple of this many sequences [default: 1]
     #[arg(long, value_name = "M")]
     batch_size_multiple: Option<u64>,
-    /// Treatment of the last sequences if they are too few for this multiple, or for a step of `grid`
-    /// [default: drop]
+    /// Treatment of the last sequences if they are too few for --batch-size-multiple, or for a step of
+    /// `grid` [default: drop]
     #[arg(long, value_enum)]
     last_batch: Option<LastBatchArg>,
     /// Number of ranks that share the batches
     #[arg(long, value_name = "W")]
     world_size: Option<u64>,
-    /// Rank to print the batches of; with micro-batches, only the report is printed without it
+    /// Rank whose batches are printed; with micro-batches it may be left out, to print only the report
+    /// of all ranks
     #[arg(long, value_name = "R", requires = "world_size")]
     rank: Option<u64>,
     /// Number of micro-batches per rank in a step [default: 1, or the fewest for --global-batch]
@@ -125,8 +126,8 @@ pub(crate) struct BatchArgs {
     /// Treatment of the last batches if they do not fill a step of all ranks [default: split]
     #[arg(long, value_enum, requires = "world_size")]
     remainder: Option<RemainderArg>,
-    /// Read the sequences in random order unless --order is given, and shuffle batches that are
-    /// ready together
+    /// Read the sequences in random order (unless --order is given), and shuffle batches that complete
+    /// together, or the steps of ranks
     #[arg(long)]
     shuffle: bool,
     /// Seed of the shuffle
@@ -160,8 +161,9 @@ pub(super) enum FormatArg {
     Text,
     /// One JSON object with a `format_version`
     Json,
-    /// One JSON object per batch, printed as soon as the batch is full: without --order, --shuffle,
-    /// --buckets and ranks, only the sequences of unfinished batches are in memory
+    /// One JSON object per batch, as soon as it is full. In input order, without ranks, strategies that
+    /// need no look-ahead (`pad-to-max`, `dynamic`, `bucket` without --buckets, `sorted` with --window,
+    /// `pack` with in-order) do not load all lengths
     Jsonl,
 }
 
@@ -280,8 +282,8 @@ impl BatchArgs {
 
     /// Returns true if another program may still be writing the input of the batches.
     pub(super) fn is_live(&self) -> bool {
-        let lengths = self.lengths.iter().filter(|_| self.is_stream());
-        lengths.chain(&self.order).any(|path| numbers::is_live(path))
+        let lengths: &[PathBuf] = if self.is_stream() { &self.lengths } else { &[] };
+        lengths.iter().chain(&self.order).any(|path| numbers::is_live(path))
     }
 
     /// Rejects options that have no effect in combination with the others.
@@ -323,7 +325,8 @@ impl BatchArgs {
         self.accumulate.is_some() || self.steps == Some(StepsArg::Grid)
     }
 
-    /// Rejects options that need micro-batches, and missing ranks.
+    /// Rejects options without the steps, micro-batches or rank that they need, and two costs for one
+    /// purpose.
     fn check_grid(&self) -> Result<()> {
         let has_micro_batches = self.has_micro_batches();
         let is_grid = self.steps == Some(StepsArg::Grid);
@@ -386,14 +389,14 @@ impl BatchArgs {
             OverlongArg::Truncate => Overlong::Truncate,
             OverlongArg::Skip => Overlong::Skip,
         };
-        let remainder = match self.last_batch {
+        let last_sequences = match self.last_batch {
             None | Some(LastBatchArg::Drop) => Remainder::Drop,
             Some(LastBatchArg::Keep) => Remainder::Keep,
         };
         let mut config = BatchConfig::default()
             .with_strategy(self.strategy(lengths)?)
             .with_overlong(overlong)
-            .with_remainder(remainder)
+            .with_remainder(last_sequences)
             .with_batch_size_multiple(self.batch_size_multiple.unwrap_or(1))
             .with_length_multiple(self.length_multiple.unwrap_or(1))
             .with_fixed_shapes(self.fixed_shapes);
@@ -457,8 +460,8 @@ impl BatchArgs {
         }
     }
 
-    /// Returns the rank to print the batches of, or the first for a report of all; `None` without
-    /// ranks.
+    /// Returns the place of --rank, or of rank 0 if only the report of all ranks is printed; `None`
+    /// without --world-size.
     pub(super) fn placement(&self) -> Result<Option<Placement>> {
         let rank = self.rank.unwrap_or(0);
         Ok(self.world_size.map(|world_size| Placement::new(rank, world_size)).transpose()?)
@@ -475,12 +478,14 @@ impl BatchArgs {
                 StepLayout::Grid(grid)
             }
         };
+        // With micro-batches, --cost is accepted in place of --step-cost; `check_grid` rejects both
+        // together.
         let cost = match self.step_cost {
             None if self.has_micro_batches() => self.sequence_cost(),
             None | Some(StepCostArg::Tokens) => Cost::TOKENS,
             Some(StepCostArg::Attention) => Cost::ATTENTION,
         };
-        let remainder = match self.remainder {
+        let last_step = match self.remainder {
             None | Some(RemainderArg::Split) => StepRemainder::Split,
             Some(RemainderArg::Drop) => StepRemainder::Drop,
             Some(RemainderArg::Repeat) => StepRemainder::Repeat,
@@ -488,7 +493,7 @@ impl BatchArgs {
         let mut config = DistributedConfig::default()
             .with_layout(layout)
             .with_cost(cost)
-            .with_remainder(remainder);
+            .with_remainder(last_step);
         config.accumulation = self.accumulate;
         self.shuffle_seed().map_or(config, |seed| config.with_shuffle(seed))
     }
