@@ -52,8 +52,9 @@ const UNSUPPORTED_FORMAT: &str = "\
     `AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)` writes them";
 const NO_WEIGHTS: &str = "\
     --init SEED of train makes random ones; otherwise the folder needs all files of its model";
-const DAMAGED_FOLDER: &str =
-    "the folder is damaged: copy or download it again, with all of its files";
+const DAMAGED_FOLDER: &str = "\
+    the folder is damaged: copy or download it again, with all of its files; of a run, remove what is \
+    damaged, such as best, and resume";
 const CHAT_TEMPLATE: &str = "\
     the template sets the allowed order of roles: change the messages, or the template";
 const NO_TOKENIZER: &str = "\

@@ -1,6 +1,6 @@
 //! Errors of data sets and loaders.
 
-use std::{io, path::PathBuf, time::Duration};
+use std::{error::Error as StdError, io, path::PathBuf, time::Duration};
 
 use core_types::WorldSize;
 
@@ -33,7 +33,7 @@ pub enum Error {
         found: u64,
     },
     /// A line is invalid.
-    #[error("line {line} of {} is invalid: {cause}", path.display())]
+    #[error("line {line} of {} is invalid: {}", path.display(), chain(&**cause))]
     Line {
         /// File.
         path: PathBuf,
@@ -112,7 +112,7 @@ pub enum Error {
     )]
     NoEpoch,
     /// A sample cannot be read.
-    #[error("failed to read sample {index}: {cause}")]
+    #[error("failed to read sample {index}: {}", chain(&**cause))]
     Sample {
         /// Index of the sample.
         index: u64,
@@ -134,7 +134,7 @@ pub enum Error {
         reason: String,
     },
     /// The function that makes batches has failed, or all samples of the batch have been skipped.
-    #[error("failed to collate batch {batch} of epoch {epoch}: {cause}")]
+    #[error("failed to collate batch {batch} of epoch {epoch}: {}", chain(&**cause))]
     Collate {
         /// Epoch.
         epoch: u64,
@@ -207,6 +207,17 @@ fn change_note(expected: u64, found: u64) -> String {
         return format!("it was written at another time, with {found} bytes as before");
     }
     format!("it had {expected} bytes and has {found}")
+}
+
+/// Returns the message of an error with those of its causes, because these errors have no `source`.
+fn chain(error: &(dyn StdError + 'static)) -> String {
+    let mut message = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        message = format!("{message}: {error}");
+        cause = error.source();
+    }
+    message
 }
 
 impl Error {

@@ -772,7 +772,7 @@ fn interrupted(mut train: Command, signals: &[&str], out: &Path) -> Output {
 #[test]
 #[cfg(unix)]
 fn interrupted_train_saves_and_prints_hint() {
-    for signal in ["-INT", "-TERM", "-HUP"] {
+    for signal in ["-INT -INT -INT", "-TERM", "-HUP"] {
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().join("my run");
         let session = "--steps 100000 --strategy full --keep gathered --world-size 3 \

@@ -62,3 +62,12 @@ fn invalid_schedules_are_rejected() {
         ],
     );
 }
+
+#[test]
+fn large_gradients_are_clipped() {
+    let home = Home::new();
+    let short = ["--steps", "1"];
+    home.train("plain", &short);
+    home.train("tight", &[&short[..], &["--max-grad-norm", "1e-9"]].concat());
+    assert!(home.model("tight") != home.model("plain"));
+}

@@ -35,7 +35,8 @@ pub struct SampleBatch<I> {
     /// Whether each sample is padding of the sampler's tail, which metrics leave out.
     pub is_padding: Vec<bool>,
     /// Whether the batch is the last of its step: false for the micro-batches before it, if
-    /// [`steps`](crate::LoaderBuilder::steps) accumulates gradients.
+    /// [`steps`](crate::LoaderBuilder::steps) accumulates gradients. An error may stand in place of the
+    /// last: a loop that goes on after errors must drop the gradients of that step.
     #[doc(alias = "sync_gradients")]
     pub ends_step: bool,
     /// Whether the batch was planned with lengths.

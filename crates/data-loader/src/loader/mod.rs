@@ -318,9 +318,11 @@ impl<T> DataLoader<T> {
     }
 
     fn n_remaining(&self) -> u64 {
-        match self.epoch {
-            None => u64::from(self.has_ended),
-            Some(_) => self.plan.n_batches().saturating_sub(self.n_taken),
+        let n_batches = self.epoch.map_or(0, |_| self.plan.n_batches());
+        match n_batches.saturating_sub(self.n_taken) {
+            // The error of a loop without an epoch.
+            0 => u64::from(self.has_ended),
+            n_batches => n_batches,
         }
     }
 }

@@ -173,7 +173,7 @@ impl Units {
             UnitSource::Sharded(session) => session.members(unit),
         };
         let names: Vec<String> = names.into_iter().map(|member| member.inner_name).collect();
-        error.context(format!("unit {unit} has the parameters {}", names.join(", ")))
+        error.context(format!("unit {unit} has the parameters {}", Listed(&names)))
     }
 }
 
@@ -197,7 +197,7 @@ impl ReplicatedUnits {
         let members = self.members(unit);
         if members.is_empty() {
             let names: Vec<&str> = self.variables.keys().map(String::as_str).collect();
-            bail!("no parameter is in unit {unit:?}; the model has {}", names.join(", "))
+            bail!("no parameter is in unit {unit:?}; the model has {}", Listed(&names))
         }
         let variables = members
             .into_iter()

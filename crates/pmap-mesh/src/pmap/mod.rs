@@ -225,7 +225,9 @@ where
     /// process passes the whole arguments. In a single process this changes nothing.
     ///
     /// Parts may have different numbers of rows, which [`Replica::weight`] and
-    /// [`Replica::batch_keys`] account for. An argument is cut along all axes or replicated.
+    /// [`Replica::batch_keys`] account for. An argument is cut along all axes, by [`ALL`](crate::ALL) or
+    /// the name of the only axis, or replicated. Padding of a part stays in sharded results: cut it off
+    /// by [`Replica::valid_len`].
     #[must_use]
     #[doc(alias = "make_array_from_process_local_data")]
     pub fn local_arguments(self) -> Self {

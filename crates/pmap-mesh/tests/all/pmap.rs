@@ -549,3 +549,14 @@ fn uneven_dimension_cannot_be_recut() {
     let refused = a_2_b_2().pmap(|_, x: Tensor| Ok(x)).in_axes(twice()).call(arange(5));
     assert!(faults(refused)[0].contains("size 5, which does not split evenly over 2 devices"));
 }
+
+#[test]
+fn empty_batch_shards_weigh_one() {
+    let weight = DeviceMesh::cpu(2)
+        .unwrap()
+        .pmap(|ctx, _: Tensor| Tensor::new(ctx.weight(), &Device::Cpu))
+        .out_axes(P::stack(0, ALL));
+    let weights = weight.call(Tensor::zeros((0, 3), DType::F32, &Device::Cpu).unwrap()).unwrap();
+    let bits: Vec<u64> = weights.to_vec1().unwrap().into_iter().map(f64::to_bits).collect();
+    assert_eq!(bits, [1_f64.to_bits(); 2]);
+}

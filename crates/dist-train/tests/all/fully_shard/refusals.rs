@@ -88,6 +88,24 @@ fn missing_parameters_are_named_with_their_unit() {
     assert!(error.contains("no parameter is in unit \"block\""), "{error}");
 }
 
+#[test]
+fn ignored_unit_errors_are_harmless() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let build = || FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
+    let whole = second(|vb, x| linear(3, 3, vb)?.forward(x));
+    let trying = |ctx: &Replica, model: &Units, x: Tensor| {
+        let missing = model.unit("2", &x, |vb, x| linear(3, 3, vb)?.forward(x));
+        missing.or_else(|_| whole(ctx, model, x))
+    };
+    let (mut expected, mut found) = (build(), build());
+    let expected = expected.step(input(4), &whole).unwrap().loss;
+    assert_eq!(found.step(input(4), trying).unwrap().loss.to_bits(), expected.to_bits());
+    // The reported error is the one that ends the step, not the ignored one.
+    let infinite = found.step(input(4), |ctx, model, x| trying(ctx, model, x)? * f64::INFINITY);
+    let error = refused(infinite);
+    assert!(matches!(error, TrainingError::NonFiniteLoss { slot: 0, .. }), "{error}");
+}
+
 /// Returns a loss of two layers; `f` is the second.
 fn second(
     f: impl Fn(VarBuilder<'_>, &Tensor) -> Result<Tensor> + Send + Sync + Clone + 'static,
@@ -285,6 +303,34 @@ fn replicated_units_need_one_order() {
     );
     assert!(is_mismatch, "{error}");
     model.step(input(4), first_unit).unwrap();
+}
+
+#[test]
+fn order_mismatch_names_both_units() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
+    let x = Tensor::ones((6, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
+    let in_order = model.step(x.clone(), |ctx: &Replica, model: &Units, mut x| {
+        let order = if ctx.slot() == 1 { ["1", "0"] } else { ["0", "1"] };
+        for unit in order {
+            x = model.unit(unit, &x, |vb, x| linear(3, 3, vb)?.forward(x))?;
+        }
+        x.sqr()?.mean_all()
+    });
+    let error = in_order.unwrap_err();
+    let Error::Mesh(pmap_mesh::Error::Collective(CollectiveError::Mismatch {
+        left_call,
+        right_call,
+        ..
+    })) = &error
+    else {
+        panic!("{error:?}")
+    };
+    let mut calls = [left_call, right_call];
+    calls.sort();
+    assert!(calls[0].contains("(0, layout"), "{calls:?}");
+    assert!(calls[1].contains("(1, layout"), "{calls:?}");
+    model.step(x, second(|vb, x| linear(3, 3, vb)?.forward(x))).unwrap();
 }
 
 #[test]
