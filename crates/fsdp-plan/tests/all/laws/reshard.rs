@@ -130,8 +130,8 @@ fn volume_sums_the_moves_and_places_are_distinct() {
         let volume = reshard.volume();
         let moves: Vec<ShardMove> = reshard.moves().collect();
         assert_eq!(volume.moves, moves.len() as u64);
-        let moved = moves.iter().map(|part| u128::from(part.bytes)).sum::<u128>();
-        assert_eq!(volume.move_bytes, moved);
+        let n_bytes = moves.iter().map(|part| u128::from(part.bytes)).sum::<u128>();
+        assert_eq!(volume.move_bytes, n_bytes);
         let all: usize = (0..to.world_size().as_u64()).map(|rank| held(to, rank).len()).sum();
         assert_eq!(volume.stay_bytes + volume.move_bytes, all as u128);
         let ranks = || to.world_size().placements().map(Placement::rank);
