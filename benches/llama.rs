@@ -114,7 +114,7 @@ fn main() -> Outcome<()> {
     let text = fs::read_to_string(config.folder.join("config.json"))?;
     let mut llama = Llama::from_config(LlamaConfig::from_json(&text)?)?;
     if let Some(lora) = adapters(&config.form)? {
-        llama = llama.with_lora(lora).unwrap();
+        llama = llama.with_lora(lora)?;
     }
     let mesh = open_mesh(config.slots, None)?;
     let base_mib = peak_mib();

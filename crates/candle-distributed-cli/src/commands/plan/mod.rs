@@ -100,13 +100,12 @@ fn plan_run(args: &PlanArgs, run: &Spec) -> Result<Planned> {
         return Ok(Planned { plan, model, rules: Some(strategy), run: None });
     }
     let prediction = predict_run(run, &of_run.parameters, world_size)?;
-    let plan = match sharding {
-        Some(_) => of_run.plan,
+    let plan = if sharding.is_some() {
+        of_run.plan
+    } else {
         // A run that is not sharded has a copy of the model on every device.
-        None => {
-            let copies = Hybrid::new([], [])?.with_rule("**", Choice::Replicate)?;
-            copies.plan(&of_run.parameters, world_size)?
-        }
+        let copies = Hybrid::new([], [])?.with_rule("**", Choice::Replicate)?;
+        copies.plan(&of_run.parameters, world_size)?
     };
     Ok(Planned { plan, model, rules: None, run: prediction })
 }

@@ -163,7 +163,9 @@ impl Args {
         }
         if self.check {
             let report = trainer.check()?;
-            journal.iter().for_each(|journal| journal.show_gradients(&report));
+            if let Some(journal) = &journal {
+                journal.show_gradients(&report);
+            }
         }
         if let Some(n_done) = self.train_steps(&mut trainer, journal.as_mut(), process)? {
             return Err(self.stop_error(n_done, &trainer, process));
