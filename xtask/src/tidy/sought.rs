@@ -42,6 +42,7 @@ const SOUGHT: &[(&str, &str, &str)] = &[
     ("crates/finetune", "Generator::open", "Hugging Face's from_pretrained"),
     ("crates/finetune", "Llama::NORMS", "parameters without weight decay"),
     ("crates/finetune", "TextSource::parse", "`--data` of a program's own"),
+    ("crates/finetune", "TextSource::with_weight", "Hugging Face's interleave_datasets"),
     ("crates/fsdp-plan", "ParameterInfo::with_always_gather", "FSDP's ignored parameters"),
     ("crates/fsdp-plan", "PlannedParameter::new", "plans of a strategy of one's own"),
     ("crates/fsdp-plan", "ShardingPlan::new", "plans of a strategy of one's own"),
