@@ -86,8 +86,8 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`MeshError::Size`] for no devices or more than [`MAX_DEVICES`](Self::MAX_DEVICES),
-    /// [`MeshError::Worker`] if the system gives no more threads.
+    /// [`MeshError::Size`](crate::MeshError::Size) for no devices or more than [`MAX_DEVICES`](Self::MAX_DEVICES),
+    /// [`MeshError::Worker`](crate::MeshError::Worker) if the system gives no more threads.
     pub fn new(devices: Vec<Device>) -> Result<Self> {
         Self::builder().axis(Self::AXIS, devices.len()).devices(devices)
     }
@@ -108,8 +108,8 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`MeshError::Device`] if a device does not exist or the crate was built without feature
-    /// `cuda`, and the errors of [`new`](Self::new).
+    /// [`MeshError::Device`](crate::MeshError::Device) if a device does not exist or the crate was built
+    /// without feature `cuda`, and the errors of [`new`](Self::new).
     pub fn cuda(count: usize) -> Result<Self> {
         Self::builder().axis(Self::AXIS, count).cuda()
     }
@@ -118,8 +118,8 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`MeshError::Device`] if a device does not exist or the crate was built without feature
-    /// `metal`, and the errors of [`new`](Self::new).
+    /// [`MeshError::Device`](crate::MeshError::Device) if a device does not exist or the crate was built
+    /// without feature `metal`, and the errors of [`new`](Self::new).
     pub fn metal(count: usize) -> Result<Self> {
         Self::builder().axis(Self::AXIS, count).metal()
     }
@@ -156,8 +156,8 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`MeshError::UnknownAxis`], [`MeshError::Axes`] for a coordinate beyond the axis,
-    /// [`ProcessError::Unsupported`], and the errors of [`new`](Self::new).
+    /// [`MeshError::UnknownAxis`](crate::MeshError::UnknownAxis), [`MeshError::Axes`](crate::MeshError::Axes)
+    /// for a coordinate beyond the axis, [`ProcessError::Unsupported`], and the errors of [`new`](Self::new).
     ///
     /// # Examples
     ///
