@@ -155,6 +155,12 @@ impl Lora {
         &self.config.targets
     }
 
+    /// Returns true if one of the targets names a layer.
+    #[doc(hidden)]
+    pub fn adapts(&self, layer: &str) -> bool {
+        !self.config.targets_of(layer).is_empty()
+    }
+
     /// Returns the rank of the adapters: the number of rows of A and of columns of B.
     pub fn rank(&self) -> usize {
         self.config.rank

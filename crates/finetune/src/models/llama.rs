@@ -73,7 +73,7 @@ impl Llama {
     pub fn with_lora(self, lora: Lora) -> std::result::Result<Self, ModelError> {
         let is_tied = self.config.tie_word_embeddings;
         for layer in [EMBEDDING, HEAD].into_iter().take(if is_tied { 2 } else { 1 }) {
-            if lora.targets().iter().any(|target| names_layer(target, layer)) {
+            if lora.adapts(layer) {
                 return Err(ModelError::Adapter { layer, is_tied });
             }
         }
@@ -258,11 +258,6 @@ impl Llama {
     fn head_logits(&self, vb: &VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
         self.head(vb)?.forward(&self.norm(vb)?.forward(x)?)
     }
-}
-
-/// Returns true if an adapter's target is the name of a layer, or its last components.
-fn names_layer(target: &str, layer: &str) -> bool {
-    layer.strip_suffix(target).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
 pub(super) fn block_name(layer: usize) -> String {
