@@ -124,7 +124,7 @@ fn check_plan(plan: &ShardingPlan, parameters: &[ParameterInfo]) {
         let ranks =
             (0..RANKS).map(|rank| Placement::new(rank, RANKS).expect("a rank of the world").rank());
         let shards = ranks.flat_map(|rank| {
-            plan.shards(position, rank).expect("a parameter and a rank of the plan")
+            plan.shard(position, rank).expect("a parameter and a rank of the plan")
         });
         let held = shards.map(|shard| u128::from(shard.shard_size)).sum::<u128>();
         assert_eq!(held, u128::from(planned.info().numel()) * u128::from(copies), "{planned:?}");

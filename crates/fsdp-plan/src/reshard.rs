@@ -1,6 +1,6 @@
 //! The bytes that stay and the bytes that move when one plan replaces another.
 
-use std::{cmp::Reverse, collections::BTreeMap, iter, ops::Range};
+use std::{cmp::Reverse, collections::BTreeMap, ops::Range};
 
 use core_types::{Placement, Rank};
 use serde::Serialize;
@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::{
     arithmetic::index,
     error::{Error, Result},
-    plan::{PlannedParameter, ShardingPlan, ShardsOfRank},
+    plan::{PlannedParameter, ShardingPlan},
 };
 
 /// The transfers needed to change a sharded model from one plan to another, for example to resume
@@ -16,12 +16,11 @@ use crate::{
 ///
 /// Both plans must have the same parameters in the same order. By default rank n of the new plan
 /// runs where rank n of the old plan ran, and ranks beyond the old world are new.
-/// [`renumbered`](Self::renumbered) finds a better assignment. [`ShardingPlan::resized`] makes the
-/// new plan that moves the fewest bytes.
+/// [`renumbered`](Self::renumbered) finds a better assignment.
 ///
-/// To load a checkpoint of the old plan, rank r of the new plan reads the ranges that
-/// [`moves_to`](Self::moves_to) lists for it and the ranges that stay. A range is in the file of
-/// rank `from`, at `start` minus the start of that rank's [shard](ShardingPlan::shards).
+/// To load a checkpoint of the old plan, rank r of the new plan reads the [`moves`](Self::moves) to it
+/// and the ranges that stay. A range is in the file of rank `from`, at `start` minus the start of that
+/// rank's [shard](ShardingPlan::shard).
 ///
 /// A byte stays if its new rank already has it. If several replicas have bytes that a rank needs,
 /// the source replica depends on the rank's own replica, so that all replicas share the sending.
@@ -183,26 +182,6 @@ impl<'a> Reshard<'a> {
         })
     }
 
-    /// Returns the moves to `rank` of the new plan, ordered by parameter and position in it.
-    ///
-    /// # Complexity
-    ///
-    /// Linear in the number of parameters and of moves to this rank, independent of the world
-    /// sizes.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::World`] if the new plan has no such rank.
-    pub fn moves_to(&self, rank: Rank) -> Result<impl Iterator<Item = ShardMove>> {
-        let mut shards = ShardsOfRank::new(self.to, rank, 0..self.to.parameters().len())?;
-        let shards = iter::from_fn(move || shards.next_shard());
-        Ok(shards.flat_map(move |(param_idx, shard)| {
-            let range = shard.start_offset..shard.start_offset + shard.shard_size;
-            let overlaps = self.overlaps(param_idx, range, None);
-            overlaps.filter_map(move |overlap| self.to_move(param_idx, &overlap, rank.as_u64()))
-        }))
-    }
-
     /// Returns the total bytes that move and stay.
     pub fn volume(&self) -> MoveVolume {
         let mut volume = MoveVolume::default();
@@ -224,7 +203,7 @@ impl<'a> Reshard<'a> {
     fn all_overlaps(&self) -> impl Iterator<Item = (usize, OwnedOverlap)> {
         self.to.parameters().iter().enumerate().flat_map(move |(param_idx, parameter)| {
             let needed =
-                parameter.prepared_cut().parts(self.to.shares(), 0..parameter.info().numel());
+                parameter.prepared_cut().parts(self.to.shard_group(), 0..parameter.info().numel());
             let overlaps = needed
                 .into_iter()
                 .flat_map(move |(new, range)| self.overlaps(param_idx, range, new));
@@ -240,7 +219,7 @@ impl<'a> Reshard<'a> {
         new: Option<u64>,
     ) -> impl Iterator<Item = OwnedOverlap> + use<> {
         let owned =
-            self.from.parameters()[param_idx].prepared_cut().parts(self.from.shares(), range);
+            self.from.parameters()[param_idx].prepared_cut().parts(self.from.shard_group(), range);
         owned.into_iter().map(move |(old, range)| OwnedOverlap { range, old, new })
     }
 

@@ -29,7 +29,7 @@ pub(super) fn rank_runs(
     rank: Rank,
 ) -> Result<Vec<Range<usize>>> {
     let mut runs = Vec::new();
-    for shard in plan.shards(param_idx, rank)? {
+    for shard in plan.shard(param_idx, rank)? {
         let start = index(shard.start_offset);
         runs.push(start..start + index(shard.shard_size));
     }

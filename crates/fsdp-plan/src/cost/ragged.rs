@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     arithmetic::index,
-    cut::{GranuleStride, RaggedCut, RaggedMiddle, shares::GroupShares},
+    cut::{GranuleStride, RaggedCut, RaggedMiddle},
     param::ParameterInfo,
 };
 
@@ -44,7 +44,7 @@ impl RaggedTally {
     pub(super) fn measure(
         &mut self,
         unit: &[(&ParameterInfo, RaggedCut)],
-        shares: &GroupShares,
+        group: WorldSize,
         model: &CostModel,
         totals: &mut MemberTotals,
     ) -> RaggedShare {
@@ -53,8 +53,8 @@ impl RaggedTally {
         let mut middles = Vec::with_capacity(unit.len());
         for &(info, parts) in unit {
             let dtypes = ParameterDtypes::new(model, info);
-            let middle = parts.middle(shares);
-            for (owner, part) in parts.outer_parts(shares, middle.as_ref()) {
+            let middle = parts.middle(group);
+            for (owner, part) in parts.outer_parts(group, middle.as_ref()) {
                 let numel = part.end - part.start;
                 totals.add_one(owner, bytes_without_storage(dtypes, numel));
                 self.add(owner, RaggedShare::new(dtypes, numel));

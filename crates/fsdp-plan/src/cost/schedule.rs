@@ -240,7 +240,7 @@ impl<'a> Schedule<'a> {
         for &param_idx in &transfer.parameters {
             let info = self.plan.parameters()[param_idx].info();
             let dtype = dtype(&ParameterDtypes::new(&self.model, info));
-            for shard in self.plan.shards(param_idx, rank)? {
+            if let Some(shard) = self.plan.shard(param_idx, rank)? {
                 bytes += dtype.rounded_up_bytes(shard.shard_size.into());
             }
         }

@@ -10,7 +10,7 @@ use super::{
     ragged::{self, RaggedShare},
 };
 use crate::{
-    cut::{ChunkedCut, Cut, PreparedCut, shares::GroupShares},
+    cut::{ChunkedCut, Cut, PreparedCut},
     param::{ParameterInfo, groups::NamedGroups},
     plan::ShardingPlan,
 };
@@ -34,7 +34,7 @@ impl<'a> UnitMembers<'a> {
 /// The result of a pass over a plan.
 pub(super) struct PlanTally<'a> {
     model: CostModel,
-    shares: &'a GroupShares,
+    group: WorldSize,
     /// Bytes of the members. A parameter counts once per unit that contains it.
     totals: MemberTotals,
     pub(super) units: Vec<UnitTally<'a>>,
@@ -108,7 +108,7 @@ impl<'a> PlanTally<'a> {
     pub(super) fn new(plan: &'a ShardingPlan, model: &CostModel, units: &UnitMembers<'a>) -> Self {
         let mut tally = Self {
             model: *model,
-            shares: plan.shares(),
+            group: plan.shard_group(),
             totals: MemberTotals::new(plan.shard_group()),
             units: Vec::with_capacity(units.0.len()),
             largest_grad_bytes: 0,
@@ -129,10 +129,6 @@ impl<'a> PlanTally<'a> {
             let storage = if pads { member.storage } else { member.param };
             MemberBytes { storage, ..member }
         })
-    }
-
-    fn group(&self) -> WorldSize {
-        self.shares.n_members()
     }
 
     /// Adds the bytes of one unit.
@@ -159,7 +155,7 @@ impl<'a> PlanTally<'a> {
             }
         }
         if !ragged_parts.is_empty() {
-            let largest = ragged.measure(&ragged_parts, self.shares, &self.model, &mut self.totals);
+            let largest = ragged.measure(&ragged_parts, self.group, &self.model, &mut self.totals);
             self.add_ragged(&mut unit, largest);
         }
         unit
@@ -205,7 +201,7 @@ impl<'a> PlanTally<'a> {
         match prepared_cut {
             PreparedCut::Chunks(chunks) => self.add_chunks(unit, dtypes, cut, chunks),
             PreparedCut::Ragged(parts) => {
-                for (owner, part) in parts.parts(self.shares, 0..info.numel()) {
+                for (owner, part) in parts.parts(self.group, 0..info.numel()) {
                     self.add_owned(unit, dtypes, owner, part.end - part.start);
                 }
             }
@@ -244,7 +240,7 @@ impl<'a> PlanTally<'a> {
         // FSDP1 stores a flat unit as one padded tensor, which is counted with its first parameter.
         // So its other parameters add nothing but their elements.
         let is_flat_tensor = matches!(cut, Cut::Flat { .. }) && self.model.pads();
-        for (members, numel) in chunks.runs(self.group()) {
+        for (members, numel) in chunks.runs(self.group) {
             let bytes = dtypes.member_bytes(numel);
             let own = if is_flat_tensor { bytes.only_param() } else { bytes.without_storage() };
             self.totals.add_run(members, own);
@@ -252,7 +248,7 @@ impl<'a> PlanTally<'a> {
         if !chunks.is_first() {
             return;
         }
-        let chunk_numel = chunks.chunk_numel(self.group());
+        let chunk_numel = chunks.chunk_numel(self.group);
         let chunk = dtypes.member_bytes(chunk_numel);
         // The padding of a flat tensor has gradients and optimizer state, the padding of dim 0 has not.
         self.totals.add_all(if is_flat_tensor {
@@ -263,7 +259,7 @@ impl<'a> PlanTally<'a> {
         if cut == Cut::Dim0 && self.model.pads() {
             self.add_states_of_empty_shards(chunks, dtypes);
         }
-        let buffer_numel = u128::from(chunk_numel) * u128::from(self.group().as_u64());
+        let buffer_numel = u128::from(chunk_numel) * u128::from(self.group.as_u64());
         unit.gathered.even_bytes += dtypes.gather.rounded_up_bytes(buffer_numel);
         unit.reduced.even_bytes += dtypes.reduced_bytes(buffer_numel);
     }
@@ -272,16 +268,15 @@ impl<'a> PlanTally<'a> {
     /// every rank.
     fn add_states_of_empty_shards(&mut self, chunks: ChunkedCut, dtypes: ParameterDtypes) {
         #[expect(clippy::expect_used, reason = "a cut without elements is `Nothing`")]
-        let n_owners =
-            chunks.runs(self.group()).map(|(members, _)| members.end).max().expect("rows");
-        self.totals.add_run(n_owners..self.group().as_u64(), dtypes.member_bytes(0));
+        let n_owners = chunks.runs(self.group).map(|(members, _)| members.end).max().expect("rows");
+        self.totals.add_run(n_owners..self.group.as_u64(), dtypes.member_bytes(0));
     }
 
     /// Adds a ragged unit, of which every member stores and sends as much as the largest share.
     fn add_ragged(&mut self, unit: &mut UnitTally<'_>, largest: RaggedShare) {
         let RaggedShare { stored, gather, reduce } = largest;
         self.totals.add_all(MemberBytes::storage(stored));
-        let members = u128::from(self.group().as_u64());
+        let members = u128::from(self.group.as_u64());
         unit.gathered.even_bytes += gather * members;
         unit.reduced.even_bytes += reduce * members;
     }

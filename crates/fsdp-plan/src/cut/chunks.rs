@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use core_types::{Placement, WorldSize, split};
 
-use crate::{cut::shares::GroupShares, param::ParameterInfo};
+use crate::param::ParameterInfo;
 
 /// A parameter as a range of items, within `total` items that are cut into one chunk per member of
 /// the shard group.
@@ -72,29 +72,28 @@ impl ChunkedCut {
     /// Splits the elements in `range` by owner, in order.
     pub(crate) fn parts(
         &self,
-        shares: &GroupShares,
+        group: WorldSize,
         range: Range<u64>,
     ) -> impl Iterator<Item = (u64, Range<u64>)> {
         let chunks = *self;
         let first_item = self.start + range.start / self.item_numel.max(1);
-        let first = first_item / self.chunk_items(shares.n_members()).max(1);
-        (first..shares.n_members().as_u64()).map_while(move |member| {
-            let part = chunks.part(shares, member);
+        let first = first_item / self.chunk_items(group).max(1);
+        (first..group.as_u64()).map_while(move |member| {
+            let part = chunks.part(group, member);
             let clipped = part.start.max(range.start)..part.end.min(range.end);
             (!clipped.is_empty()).then_some((member, clipped))
         })
     }
 
     /// Returns the first member that holds any element.
-    pub(super) fn first_owner(&self, shares: &GroupShares) -> u64 {
-        self.start / self.chunk_items(shares.n_members()).max(1)
+    pub(super) fn first_owner(&self, group: WorldSize) -> u64 {
+        self.start / self.chunk_items(group).max(1)
     }
 
     /// Returns the elements of a member.
-    pub(super) fn part(&self, shares: &GroupShares, member: u64) -> Range<u64> {
-        #[expect(clippy::expect_used, reason = "shares are checked against the group")]
-        let place =
-            Placement::new(member, shares.n_members().as_u64()).expect("a member of the group");
+    pub(super) fn part(&self, group: WorldSize, member: u64) -> Range<u64> {
+        #[expect(clippy::expect_used, reason = "callers pass members of the group")]
+        let place = Placement::new(member, group.as_u64()).expect("a member of the group");
         let chunk = split::chunk(self.total, place);
         self.first_element(chunk.start)..self.first_element(chunk.end)
     }
@@ -122,22 +121,21 @@ mod tests {
             (0..=12).flat_map(|total| (1..=7).map(move |members| (total, members)))
         {
             let group = WorldSize::new(members).unwrap();
-            let shares = GroupShares::even(group);
             for (start, end) in (0..=total).flat_map(|end| (0..=end).map(move |start| (start, end)))
             {
                 let chunks = ChunkedCut { start, end, total, item_numel: 3 };
                 for member in 0..members {
-                    let part = chunks.part(&shares, member);
+                    let part = chunks.part(group, member);
                     let runs = chunks.runs(group).filter(|(members, _)| members.contains(&member));
                     let n_elements: u64 = runs.map(|(_, n)| n).sum();
                     assert_eq!(n_elements, part.end - part.start, "{chunks:?} {member}");
                 }
-                let parts = (0..members).map(|member| (member, chunks.part(&shares, member)));
+                let parts = (0..members).map(|member| (member, chunks.part(group, member)));
                 let parts: Vec<_> = parts.filter(|(_, part)| !part.is_empty()).collect();
                 let numel = (end - start) * 3;
-                assert!(chunks.parts(&shares, 0..numel).eq(parts.iter().cloned()), "{chunks:?}");
+                assert!(chunks.parts(group, 0..numel).eq(parts.iter().cloned()), "{chunks:?}");
                 for (member, part) in parts {
-                    assert!(chunks.parts(&shares, part.clone()).eq([(member, part)]), "{chunks:?}");
+                    assert!(chunks.parts(group, part.clone()).eq([(member, part)]), "{chunks:?}");
                 }
             }
         }

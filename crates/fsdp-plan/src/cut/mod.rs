@@ -2,21 +2,17 @@
 
 mod chunks;
 mod ragged;
-pub(crate) mod shares;
 
 use std::ops::Range;
 
-use core_types::Rank;
+use core_types::{Rank, WorldSize};
 use serde::{Deserialize, Serialize};
 
 pub(crate) use self::{
     chunks::ChunkedCut,
     ragged::{GranuleStride, RaggedCut, RaggedMiddle},
 };
-use crate::{
-    cut::shares::{GroupShares, OwnedRun},
-    param::ParameterInfo,
-};
+use crate::param::ParameterInfo;
 
 /// The cut of one parameter over the ranks of a shard group.
 ///
@@ -91,11 +87,6 @@ impl Cut {
             | Self::Replicated
             | Self::Tied => None,
         }
-    }
-
-    /// Returns true if the part of a rank may have any size, so that the plan can be resized.
-    pub(crate) fn is_resizable(self) -> bool {
-        matches!(self, Self::Ragged { .. } | Self::Wrapped { .. } | Self::Replicated | Self::Tied)
     }
 }
 
@@ -181,31 +172,17 @@ impl PreparedCut {
         }
     }
 
-    /// Returns the largest number of parts that a member with `n_runs` runs may hold.
-    pub(crate) fn max_parts(&self, n_runs: usize) -> usize {
-        if matches!(self, Self::Ragged(_)) { n_runs } else { n_runs.min(1) }
-    }
-
-    /// Returns the elements of the owner of `run` and the index of this part among the parts of the
-    /// parameter. The range is empty if the owner holds nothing.
-    ///
-    /// `run` is at `position` in `shares`. Cuts with fixed bounds have one run per member, at the
-    /// position of the member's number.
-    pub(crate) fn part(
-        &self,
-        shares: &GroupShares,
-        position: u64,
-        run: OwnedRun,
-    ) -> (u64, Range<u64>) {
+    /// Returns the elements of `member` and the index of this part among the parts of the parameter.
+    /// The range is empty if the member holds nothing.
+    pub(crate) fn part(&self, group: WorldSize, member: u64) -> (u64, Range<u64>) {
         match *self {
-            Self::Chunks(chunks) => (
-                position.saturating_sub(chunks.first_owner(shares)),
-                chunks.part(shares, run.owner),
-            ),
-            Self::Ragged(ragged) => {
-                (position.saturating_sub(ragged.first_position(shares)), ragged.part(run))
+            Self::Chunks(chunks) => {
+                (member.saturating_sub(chunks.first_owner(group)), chunks.part(group, member))
             }
-            Self::Whole { owner, .. } if owner != run.owner => (0, 0..0),
+            Self::Ragged(ragged) => {
+                (member.saturating_sub(ragged.first_owner(group)), ragged.part(group, member))
+            }
+            Self::Whole { owner, .. } if owner != member => (0, 0..0),
             Self::Whole { numel, .. } | Self::Replicated { numel } => (0, 0..numel),
             Self::Nothing => (0, 0..0),
         }
@@ -214,13 +191,13 @@ impl PreparedCut {
     /// Splits the elements in `range` by owner, in order; `None` means every member.
     pub(crate) fn parts(
         &self,
-        shares: &GroupShares,
+        group: WorldSize,
         range: Range<u64>,
     ) -> Vec<(Option<u64>, Range<u64>)> {
         let with_owner = |(owner, part)| (Some(owner), part);
         match *self {
-            Self::Chunks(chunks) => chunks.parts(shares, range).map(with_owner).collect(),
-            Self::Ragged(ragged) => ragged.parts(shares, range).map(with_owner).collect(),
+            Self::Chunks(chunks) => chunks.parts(group, range).map(with_owner).collect(),
+            Self::Ragged(ragged) => ragged.parts(group, range).map(with_owner).collect(),
             Self::Whole { owner, .. } => vec![(Some(owner), range)],
             Self::Replicated { .. } => vec![(None, range)],
             Self::Nothing => Vec::new(),

@@ -3,14 +3,12 @@
 
 use std::ops::Range;
 
-use crate::{
-    arithmetic::mul_div,
-    cut::shares::{GroupShares, OwnedRun},
-    elem::ElemType,
-    param::ParameterInfo,
-};
+use core_types::WorldSize;
 
-/// A parameter as the bytes `start..end` of a buffer that [`GroupShares`] divide.
+use crate::{arithmetic::mul_div, elem::ElemType, param::ParameterInfo};
+
+/// A parameter as the bytes `start..end` of a buffer of which every member of a group owns an equal
+/// part.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RaggedCut {
     start: u64,
@@ -36,7 +34,7 @@ pub(crate) struct RaggedMiddle {
 ///
 /// The remainder grows by `scaled_step` from bound to bound. Whenever it reaches `scaled_granule`,
 /// a member gets one more granule and the remainder shrinks by `scaled_granule`. All three are in
-/// units of 1 / total of a byte.
+/// units of a byte over the number of members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct GranuleStride {
     first: u64,
@@ -125,76 +123,74 @@ impl RaggedCut {
         }
     }
 
-    /// Returns the elements in `run`.
-    pub(super) fn part(&self, run: OwnedRun) -> Range<u64> {
-        self.bound(run.start, run.total)..self.bound(run.end, run.total)
+    /// Returns the elements of a member.
+    pub(super) fn part(&self, group: WorldSize, member: u64) -> Range<u64> {
+        self.bound(group, member)..self.bound(group, member + 1)
     }
 
-    /// Returns the position of the run in which the parameter begins.
-    pub(super) fn first_position(&self, shares: &GroupShares) -> u64 {
-        shares.position(mul_div(self.start, shares.total(), self.buffer_bytes))
+    /// Returns the member in whose part of the buffer the parameter begins.
+    pub(super) fn first_owner(&self, group: WorldSize) -> u64 {
+        mul_div(self.start, group.as_u64(), self.buffer_bytes)
     }
 
     /// Splits the elements in `range` by owner, in order.
-    pub(crate) fn parts<'a>(
+    pub(crate) fn parts(
         &self,
-        shares: &'a GroupShares,
+        group: WorldSize,
         range: Range<u64>,
-    ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
-        // No run that ends before the granule of the first element has a part of it. The search
-        // begins one run earlier as a margin; its part before `range` is clipped.
+    ) -> impl Iterator<Item = (u64, Range<u64>)> + use<> {
+        // No member whose part ends before the granule of the first element has a part of it. The
+        // search begins one member earlier as a margin; its part before `range` is clipped.
         let granule_start = self.dtype.bytes_of_blocks(range.start) / self.granule * self.granule;
-        let point =
-            mul_div(self.start.saturating_add(granule_start), shares.total(), self.buffer_bytes);
-        let first = shares.position(point).saturating_sub(1);
-        let parts = self.parts_of_runs(shares, first..shares.len(), range.end);
+        let first_byte = self.start.saturating_add(granule_start);
+        let first = mul_div(first_byte, group.as_u64(), self.buffer_bytes).saturating_sub(1);
+        let parts = self.parts_of_members(group, first..group.as_u64(), range.end);
         let clipped = parts.map(move |(owner, part)| {
             (owner, part.start.max(range.start)..part.end.min(range.end))
         });
         clipped.filter(|(_, part)| !part.is_empty())
     }
 
-    /// Returns the elements of the runs at `positions` up to the element `end`, each with its
-    /// owner, in order.
-    fn parts_of_runs<'a>(
+    /// Returns the elements of `members` up to the element `end`, each range with its owner, in
+    /// order.
+    fn parts_of_members(
         &self,
-        shares: &'a GroupShares,
-        positions: Range<u64>,
+        group: WorldSize,
+        members: Range<u64>,
         end: u64,
-    ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
+    ) -> impl Iterator<Item = (u64, Range<u64>)> + use<> {
         let ragged = *self;
-        let mut next_start = ragged.bound(shares.run(positions.start).start, shares.total());
-        positions.map_while(move |position| {
-            let run = shares.run(position);
+        let mut next_start = ragged.bound(group, members.start);
+        members.map_while(move |member| {
             let start = next_start;
             if start >= end {
                 return None;
             }
-            next_start = ragged.bound(run.end, run.total);
-            Some((run.owner, start..next_start))
+            next_start = ragged.bound(group, member + 1);
+            Some((member, start..next_start))
         })
     }
 
-    /// Returns the members with both bounds within the parameter, if shares are equal.
+    /// Returns the members with both bounds within the parameter.
     ///
     /// Returns `None` if there are none, or if the numbers would exceed 64 bits.
-    pub(crate) fn middle(&self, shares: &GroupShares) -> Option<RaggedMiddle> {
-        let total = shares.total();
-        let first = self.first_position(shares) + 1;
+    pub(crate) fn middle(&self, group: WorldSize) -> Option<RaggedMiddle> {
+        let n_members = group.as_u64();
+        let first = self.first_owner(group) + 1;
         // A bound in the last granule is excluded, because that granule may be shorter than the
         // other granules.
-        let last = mul_div(self.end.checked_sub(self.granule)?, total, self.buffer_bytes);
-        if shares.table().is_some() || first >= last {
+        let last = mul_div(self.end.checked_sub(self.granule)?, n_members, self.buffer_bytes);
+        if last <= first {
             return None;
         }
-        // In units of 1 / `total` of a byte, all numbers are integers.
-        let scaled_granule = self.granule.checked_mul(total)?;
+        // In units of a byte over the number of members, all numbers are integers.
+        let scaled_granule = self.granule.checked_mul(n_members)?;
         // Nothing below is larger.
-        self.buffer_bytes.checked_mul(total)?.checked_add(scaled_granule)?;
+        self.buffer_bytes.checked_mul(n_members)?.checked_add(scaled_granule)?;
         let first_bound = self.buffer_bytes * first;
-        let start = self.start * total;
+        let start = self.start * n_members;
         // With this shift, rounding down to granules rounds like `bound`.
-        let shift = (self.granule - self.min_bytes_to_round_up) * total;
+        let shift = (self.granule - self.min_bytes_to_round_up) * n_members;
         let offset = first_bound + shift - start;
         let stride = GranuleStride {
             first,
@@ -208,25 +204,25 @@ impl RaggedCut {
     }
 
     /// Returns the elements before and after the `middle`, each range with its owner, in order.
-    pub(crate) fn outer_parts<'a>(
+    pub(crate) fn outer_parts(
         &self,
-        shares: &'a GroupShares,
+        group: WorldSize,
         middle: Option<&RaggedMiddle>,
-    ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
-        let first = self.first_position(shares);
+    ) -> impl Iterator<Item = (u64, Range<u64>)> + use<> {
+        let first = self.first_owner(group);
         let end = self.elements(self.end - self.start);
         let middle = match middle {
             None => first..first,
             Some(middle) => middle.stride.members(),
         };
-        let leading = self.parts_of_runs(shares, first..middle.start, end);
-        let parts = leading.chain(self.parts_of_runs(shares, middle.end..shares.len(), end));
-        parts.filter(|(_, part)| !part.is_empty())
+        let leading = self.parts_of_members(group, first..middle.start, end);
+        let trailing = self.parts_of_members(group, middle.end..group.as_u64(), end);
+        leading.chain(trailing).filter(|(_, part)| !part.is_empty())
     }
 
-    /// Returns the element at which the fraction `numerator / total` of the buffer ends.
-    fn bound(&self, numerator: u64, total: u64) -> u64 {
-        let exact = mul_div(self.buffer_bytes, numerator, total);
+    /// Returns the element at which the part of `member` begins.
+    fn bound(&self, group: WorldSize, member: u64) -> u64 {
+        let exact = mul_div(self.buffer_bytes, member, group.as_u64());
         if exact <= self.start {
             return 0;
         }
@@ -253,16 +249,14 @@ impl RaggedCut {
 mod tests {
     use std::{collections::BTreeMap, slice};
 
-    use core_types::WorldSize;
-
     use super::*;
     use crate::arithmetic::index;
 
     /// Adds up the elements of each owner from the middle and the outer parts.
-    fn owned(ragged: RaggedCut, shares: &GroupShares) -> BTreeMap<u64, u64> {
-        let middle = ragged.middle(shares);
+    fn owned(ragged: RaggedCut, group: WorldSize) -> BTreeMap<u64, u64> {
+        let middle = ragged.middle(group);
         let outer = ragged
-            .outer_parts(shares, middle.as_ref())
+            .outer_parts(group, middle.as_ref())
             .map(|(owner, part)| (owner, part.end - part.start));
         let inner = middle.iter().flat_map(|middle| {
             let stride = &middle.stride;
@@ -289,7 +283,7 @@ mod tests {
             .into_iter()
             .flat_map(|members| (1..=40).map(move |numel| (members, numel)));
         for (members, numel) in grid {
-            let shares = GroupShares::even(WorldSize::new(members).unwrap());
+            let group = WorldSize::new(members).unwrap();
             let info = ParameterInfo::new("w", [numel], ElemType::U8).unwrap();
             for (start, trailing, granule) in
                 [(0, 0, 1), (0, 0, 3), (1, 0, 2), (10, 3, 1), (7, 20, 5), (0, 50, 4)]
@@ -303,14 +297,10 @@ mod tests {
                         round_up_from,
                     );
                     let parts = ragged
-                        .parts(&shares, 0..numel)
+                        .parts(group, 0..numel)
                         .map(|(owner, part)| (owner, part.end - part.start));
-                    assert_eq!(
-                        owned(ragged, &shares),
-                        parts.collect(),
-                        "{ragged:?} over {members}"
-                    );
-                    n_middles += u64::from(ragged.middle(&shares).is_some());
+                    assert_eq!(owned(ragged, group), parts.collect(), "{ragged:?} over {members}");
+                    n_middles += u64::from(ragged.middle(group).is_some());
                 }
             }
         }
@@ -320,12 +310,12 @@ mod tests {
     #[test]
     fn joint_granules_sum_single_granules() {
         for (members, numel, granule) in [(7, 40, 1), (7, 90, 11), (16, 40, 3), (4, 200, 7)] {
-            let shares = GroupShares::even(WorldSize::new(members).unwrap());
+            let group = WorldSize::new(members).unwrap();
             let info = ParameterInfo::new("w", [numel], ElemType::U8).unwrap();
             let middles: Vec<RaggedMiddle> = (1..=granule)
                 .chain(1..=granule)
                 .map(|round_up_from| RaggedCut::new(&info, 3, numel + 5, granule, round_up_from))
-                .map(|ragged| ragged.middle(&shares).unwrap())
+                .map(|ragged| ragged.middle(group).unwrap())
                 .collect();
             let stride = &middles[0].stride;
             assert!(middles.iter().all(|middle| middle.stride == *stride));

@@ -89,22 +89,4 @@ pub enum CutError {
         /// Length of the buffer implied by its other parameters.
         expected_len: u64,
     },
-    /// The shares of a resized plan do not cover the whole buffer with every member of the shard
-    /// group.
-    #[error("the shares do not divide {total} parts among the {group} ranks of a shard group")]
-    InvalidShares {
-        /// Number of parts in total.
-        total: u64,
-        /// Size of the shard group.
-        group: u64,
-    },
-    /// A plan cannot be resized because a parameter's layout fixes the part of each rank.
-    #[error(
-        "the cut of parameter {name} cannot be resized; only ragged and wrapped cuts can",
-        name = Printable(name)
-    )]
-    NotResizable {
-        /// Name of the parameter.
-        name: String,
-    },
 }

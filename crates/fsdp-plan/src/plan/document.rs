@@ -3,11 +3,13 @@
 use std::borrow::Cow;
 
 use core_types::WorldSize;
-use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use serde::{
+    Deserialize, Deserializer, Serialize, Serializer,
+    de::{self, IgnoredAny},
+};
 
 use super::{PlannedParameter, ShardingPlan};
 use crate::{
-    cut::shares::{GroupShares, ShareTable},
     error::{Error, Result},
     format::FORMAT_VERSION,
 };
@@ -22,8 +24,10 @@ struct PlanDocument<'a> {
     strategy: Cow<'a, str>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     kept_units: Vec<Cow<'a, str>>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    shares: Option<Cow<'a, ShareTable>>,
+    /// Parts of unequal size. Plans have none, and one that lists them is refused instead of read as
+    /// equal parts.
+    #[serde(default, skip_serializing)]
+    shares: Option<IgnoredAny>,
     parameters: Cow<'a, [PlannedParameter]>,
 }
 
@@ -35,7 +39,7 @@ impl Serialize for ShardingPlan {
             replicas: Some(self.replicas()).filter(|&replicas| replicas > 1),
             strategy: Cow::Borrowed(&self.strategy),
             kept_units: self.kept_units.iter().map(|unit| Cow::Borrowed(unit.as_str())).collect(),
-            shares: self.shares.table().map(Cow::Borrowed),
+            shares: None,
             parameters: Cow::Borrowed(&self.parameters),
         };
         document.serialize(serializer)
@@ -44,7 +48,11 @@ impl Serialize for ShardingPlan {
 
 impl<'de> Deserialize<'de> for ShardingPlan {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        PlanDocument::deserialize(deserializer)?.into_plan().map_err(de::Error::custom)
+        let document = PlanDocument::deserialize(deserializer)?;
+        if document.shares.is_some() {
+            return Err(de::Error::custom("a plan with unequal `shares` is not supported"));
+        }
+        document.into_plan().map_err(de::Error::custom)
     }
 }
 
@@ -56,15 +64,7 @@ impl PlanDocument<'_> {
             return Err(Error::ReplicaMismatch { world_size, replicas });
         }
         let group = WorldSize::new(world_size / replicas)?;
-        let shares = match self.shares {
-            Some(table) => GroupShares::from_table(group, table.into_owned())?,
-            None => GroupShares::even(group),
-        };
-        let plan = ShardingPlan::with_shares(
-            self.strategy.into_owned(),
-            shares,
-            self.parameters.into_owned(),
-        )?;
+        let plan = ShardingPlan::new(self.strategy, group, self.parameters.into_owned())?;
         plan.with_replicas(replicas)?.with_kept_units(self.kept_units)
     }
 }

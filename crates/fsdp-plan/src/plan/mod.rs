@@ -12,17 +12,16 @@ use core_types::{Rank, WorldSize};
 pub use self::parameter::PlannedParameter;
 pub(crate) use self::shards::ShardsOfRank;
 use crate::{
-    cut::{Cut, ShardAssignment, shares::GroupShares},
-    error::{CutError, Error, ParameterError, Result},
+    cut::{Cut, ShardAssignment},
+    error::{Error, ParameterError, Result},
     param::{groups::NamedGroups, name_index::NameIndex},
 };
 
 /// An assignment of every part of every parameter to a rank.
 ///
 /// Parameters keep the order in which they were given. A plan stores one [`Cut`] per parameter and
-/// nothing per rank, so it is as small for 16,384 ranks as for two; [`shards`](Self::shards)
-/// computes the part of a rank on demand. (Only a [resized](Self::resized) plan also stores a table
-/// of owners.) A plan is always valid: the constructor and the deserializer make the same checks.
+/// nothing per rank, so it is as small for 16,384 ranks as for two; [`shard`](Self::shard)
+/// computes the part of a rank on demand. A plan is always valid: the constructor and the deserializer make the same checks.
 ///
 /// Ranks form **replicas** of one **shard group** each: ranks `0..group` are the first replica, and
 /// so on, like the mesh `(replicate, shard)` of PyTorch's HSDP. A cut divides a parameter over one
@@ -42,7 +41,7 @@ use crate::{
 /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?;
 ///
 /// let last = Placement::new(3, 4)?.rank();
-/// let shard = plan.shards(0, last)?.next().unwrap();
+/// let shard = plan.shard(0, last)?.unwrap();
 /// assert_eq!((shard.start_offset, shard.shard_size), (36, 4)); // ranks own 3, 3, 3 and 1 rows
 /// assert_eq!((shard.dim0_start, shard.dim0_rows), (Some(9), Some(1)));
 ///
@@ -54,7 +53,7 @@ use crate::{
 pub struct ShardingPlan {
     strategy: String,
     world_size: WorldSize,
-    shares: GroupShares,
+    shard_group: WorldSize,
     /// Units that stay gathered between forward and backward pass, without the root unit.
     kept_units: BTreeSet<String>,
     parameters: Vec<PlannedParameter>,
@@ -67,29 +66,18 @@ impl ShardingPlan {
     /// # Errors
     ///
     /// - [`ParameterError::Empty`] or [`ParameterError::DuplicateName`];
-    /// - [`CutError::Contradicts`] if a parameter that must always be gathered is not
-    ///   [`Cut::Replicated`], if a tied parameter is not [`Cut::Tied`], or if an untied one is;
+    /// - [`Error::Cut`] if a parameter that must always be gathered is not [`Cut::Replicated`], if a
+    ///   tied parameter is not [`Cut::Tied`], or if an untied one is;
     /// - [`ParameterError::InvalidTie`] if the target of a tied parameter does not exist, is tied
     ///   to another parameter, or differs in shape, dtype or unit;
-    /// - [`CutError::Scalar`] if a parameter without dims is cut along dim 0;
-    /// - [`CutError::SplitsBlock`] or [`CutError::InvalidGranule`] if a cut would split a block of a
-    ///   dtype;
+    /// - [`Error::Cut`] if a parameter without dims is cut along dim 0, or if a cut would split a block
+    ///   of a dtype;
     /// - [`Error::World`] if an owner is not a rank of the world;
-    /// - [`CutError::UnitMismatch`] if parameters of a flat buffer differ in dtype or in
-    ///   `requires_grad`;
-    /// - [`CutError::MisplacedParameter`] if parameters of a buffer are not contiguous in the order
-    ///   given.
+    /// - [`Error::Cut`] if parameters of a flat buffer differ in dtype or in `requires_grad`, or if
+    ///   parameters of a buffer are not contiguous in the order given.
     pub fn new(
         strategy: impl Into<String>,
         world_size: WorldSize,
-        parameters: Vec<PlannedParameter>,
-    ) -> Result<Self> {
-        Self::with_shares(strategy.into(), GroupShares::even(world_size), parameters)
-    }
-
-    fn with_shares(
-        strategy: String,
-        shares: GroupShares,
         parameters: Vec<PlannedParameter>,
     ) -> Result<Self> {
         if parameters.is_empty() {
@@ -103,14 +91,20 @@ impl ShardingPlan {
             let name = info(duplicate).name().to_owned();
             Error::Parameters(ParameterError::DuplicateName { name })
         })?;
-        check::check_cuts(&parameters, shares.n_members())?;
+        check::check_cuts(&parameters, world_size)?;
         check::check_ties(&parameters, |wanted| {
             let position = names.find(wanted, |position| info(position).name())?;
             Some(&parameters[position])
         })?;
         check::check_buffers(&parameters)?;
-        let world_size = shares.n_members();
-        Ok(Self { strategy, world_size, shares, kept_units: BTreeSet::new(), parameters, names })
+        Ok(Self {
+            strategy: strategy.into(),
+            world_size,
+            shard_group: world_size,
+            kept_units: BTreeSet::new(),
+            parameters,
+            names,
+        })
     }
 
     /// Repeats the shard group `replicas` times; each group holds the full model.
@@ -150,52 +144,6 @@ impl ShardingPlan {
         }
     }
 
-    /// Returns the plan for a shard group of another size that moves the fewest bytes.
-    ///
-    /// Every remaining rank keeps the first part of its share, up to the size of its new share, so
-    /// a rank may own several parts of a unit. Shares stay balanced.
-    /// [`Reshard`](crate::reshard::Reshard) lists the bytes to move.
-    ///
-    /// # Errors
-    ///
-    /// - [`CutError::NotResizable`] if a cut fixes the part of each rank: only [`Cut::Ragged`],
-    ///   [`Cut::Wrapped`], [`Cut::Replicated`] and [`Cut::Tied`] can be resized;
-    /// - [`Error::World`] or [`Error::TotalTooLarge`] if the new world, or the common multiple of
-    ///   all sizes that the plan has had, is too large.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use core_types::{Placement, WorldSize};
-    /// use fsdp_plan::{
-    ///     ElemType, ParameterInfo,
-    ///     strategy::{Full, Layout, ShardingStrategy},
-    /// };
-    ///
-    /// let parameters = [ParameterInfo::new("fc.weight", [12, 4], ElemType::F32)?];
-    /// let layout = Layout::RowRagged { rows: 1 };
-    /// let four = Full::new(layout).plan(&parameters, WorldSize::new(4)?)?;
-    /// let three = four.resized(WorldSize::new(3)?)?;
-    ///
-    /// // Rank 1 keeps its rows 3, 4 and 5 and receives one of the three rows of rank 3.
-    /// let rows = three.shards(0, Placement::new(1, 3)?.rank())?;
-    /// let rows: Vec<_> = rows.map(|shard| (shard.dim0_start, shard.dim0_rows)).collect();
-    /// assert_eq!(rows, [(Some(3), Some(3)), (Some(10), Some(1))]);
-    /// # Ok::<(), fsdp_plan::Error>(())
-    /// ```
-    pub fn resized(&self, group: WorldSize) -> Result<Self> {
-        // A table of owners moves the fewest bytes: from 64 to 48 ranks, 75 % of the bytes stay in place;
-        // without the table, 3 %. Virtual parts, as in consistent hashing, would cost memory in every
-        // plan, also in plans that are never resized.
-        for parameter in &self.parameters {
-            if !parameter.cut().is_resizable() {
-                let name = parameter.info().name().to_owned();
-                return Err(Error::Cut(CutError::NotResizable { name }));
-            }
-        }
-        Self { shares: self.shares.resized(group)?, ..self.clone() }.with_replicas(self.replicas())
-    }
-
     /// Returns the name of the strategy that made the plan.
     pub fn strategy(&self) -> &str {
         &self.strategy
@@ -208,7 +156,7 @@ impl ShardingPlan {
 
     /// Returns the number of ranks that share one copy of the model.
     pub fn shard_group(&self) -> WorldSize {
-        self.shares.n_members()
+        self.shard_group
     }
 
     /// Returns the number of shard groups, each with a full copy of the model.
@@ -220,11 +168,6 @@ impl ShardingPlan {
     #[doc(hidden)]
     pub fn keeps_gathered(&self, unit: &str) -> bool {
         unit.is_empty() || self.kept_units.contains(unit)
-    }
-
-    /// Returns true if the plan was resized, so that shares are listed in a table.
-    pub(crate) fn is_resized(&self) -> bool {
-        self.shares.table().is_some()
     }
 
     /// Returns the names of the units in order of first occurrence, without the root unit.
@@ -250,22 +193,18 @@ impl ShardingPlan {
         self.names.find(name, |position| self.parameters[position].info().name())
     }
 
-    /// Returns the parts of the parameter at `param_idx` that `rank` holds, in order.
-    ///
-    /// There is at most one part unless the plan was [resized](Self::resized).
+    /// Returns the part of the parameter at `param_idx` that `rank` holds, or `None` if it holds
+    /// nothing of it.
     ///
     /// # Errors
     ///
     /// [`Error::Unknown`] or [`Error::World`] for an unknown parameter or rank.
-    pub fn shards(
-        &self,
-        param_idx: usize,
-        rank: Rank,
-    ) -> Result<impl Iterator<Item = ShardAssignment>> {
+    pub fn shard(&self, param_idx: usize, rank: Rank) -> Result<Option<ShardAssignment>> {
         if param_idx >= self.parameters.len() {
             return Err(Error::unknown_index(param_idx, self.parameters.len()));
         }
-        Ok(ShardsOfRank::new(self, rank, param_idx..param_idx + 1)?.map(|(_, shard)| shard))
+        let mut shards = ShardsOfRank::new(self, rank, param_idx..param_idx + 1)?;
+        Ok(shards.next_shard().map(|(_, shard)| shard))
     }
 
     /// Returns the parts that `rank` holds, each with its parameter, in the order of the
@@ -290,9 +229,5 @@ impl ShardingPlan {
     pub fn numel(&self) -> u128 {
         let untied = self.parameters.iter().filter(|parameter| parameter.cut() != Cut::Tied);
         untied.map(|parameter| u128::from(parameter.info().numel())).sum()
-    }
-
-    pub(crate) fn shares(&self) -> &GroupShares {
-        &self.shares
     }
 }

@@ -5,10 +5,7 @@ use std::ops::Range;
 use core_types::{Placement, Rank};
 
 use super::{PlannedParameter, ShardingPlan};
-use crate::{
-    cut::{ShardAssignment, shares::OwnedRun},
-    error::Result,
-};
+use crate::{cut::ShardAssignment, error::Result};
 
 /// An iterator over the shards of one rank in a range of parameters.
 #[derive(Clone, Debug)]
@@ -16,10 +13,7 @@ use crate::{
 pub(crate) struct ShardsOfRank<'a> {
     plan: &'a ShardingPlan,
     rank: Rank,
-    /// Runs of the rank's member of the shard group, each with its position.
-    runs: Vec<(u64, OwnedRun)>,
     parameters: Range<usize>,
-    next_run: usize,
 }
 
 impl<'a> ShardsOfRank<'a> {
@@ -29,38 +23,19 @@ impl<'a> ShardsOfRank<'a> {
         parameters: Range<usize>,
     ) -> Result<Self> {
         let place = Placement::new(rank.as_u64(), plan.world_size.as_u64())?;
-        let member = place.rank().as_u64() % plan.shard_group().as_u64();
-        let positions = plan.shares.runs_of_member(member);
-        let runs = positions.map(|position| (position, plan.shares.run(position))).collect();
-        Ok(Self { plan, rank: place.rank(), runs, parameters, next_run: 0 })
+        Ok(Self { plan, rank: place.rank(), parameters })
     }
 
     /// Returns the next shard and the index of its parameter.
     pub(crate) fn next_shard(&mut self) -> Option<(usize, ShardAssignment)> {
-        while !self.parameters.is_empty() {
-            let position = self.parameters.start;
-            if let Some(shard) = self.next_part(&self.plan.parameters[position]) {
-                return Some((position, shard));
-            }
-            self.next_run = 0;
-            self.parameters.start += 1;
-        }
-        None
-    }
-
-    /// Returns the next shard of `parameter`, if any.
-    fn next_part(&mut self, parameter: &PlannedParameter) -> Option<ShardAssignment> {
-        let prepared_cut = parameter.prepared_cut();
-        let n_parts = prepared_cut.max_parts(self.runs.len());
-        while self.next_run < n_parts {
-            let (position, run) = self.runs[self.next_run];
-            self.next_run += 1;
-            let (index, part) = prepared_cut.part(&self.plan.shares, position, run);
-            if !part.is_empty() {
-                return Some(ShardAssignment::new(self.rank, index, parameter.info(), part));
-            }
-        }
-        None
+        let group = self.plan.shard_group;
+        let member = self.rank.as_u64() % group.as_u64();
+        self.parameters.find_map(|position| {
+            let parameter = &self.plan.parameters[position];
+            let (index, part) = parameter.prepared_cut().part(group, member);
+            (!part.is_empty())
+                .then(|| (position, ShardAssignment::new(self.rank, index, parameter.info(), part)))
+        })
     }
 }
 

@@ -94,7 +94,7 @@ fn changed_properties(
     changed
 }
 
-fn properties(plan: &ShardingPlan) -> [(&'static str, String); 5] {
+fn properties(plan: &ShardingPlan) -> [(&'static str, String); 4] {
     let kept_units: Vec<_> =
         plan.units().into_iter().filter(|unit| plan.keeps_gathered(unit)).collect();
     [
@@ -102,6 +102,5 @@ fn properties(plan: &ShardingPlan) -> [(&'static str, String); 5] {
         ("world size", plan.world_size().to_string()),
         ("replicas", plan.replicas().to_string()),
         ("kept units", kept_units.join(", ")),
-        ("shares", if plan.is_resized() { String::from("resized") } else { String::from("equal") }),
     ]
 }

@@ -160,7 +160,7 @@ fn use_plan(plan: &ShardingPlan, draw: &mut Draws) {
     assert_eq!(&read, plan);
 }
 
-/// Uses the plan of a case, resizes it and searches for others. Returns true if there is a plan.
+/// Uses the plan of a case, compares it with that of another world, and searches for others. Returns true if there is a plan.
 fn try_case(seed: Seed, case: u64) -> bool {
     let mut draw = Draws(seed.derive(case), 0);
     let n_parameters = draw.below(6);
@@ -170,15 +170,14 @@ fn try_case(seed: Seed, case: u64) -> bool {
     let Ok(plan) = strategy.plan(&parameters, world) else { return false };
     use_plan(&plan, &mut draw);
     let other = draw.world();
-    if let Ok(resized) = plan.resized(other) {
-        use_plan(&resized, &mut draw);
+    if let Ok(other_plan) = strategy.plan(&parameters, other) {
         if world.as_u64().min(other.as_u64()) <= 1024 {
-            let reshard = Reshard::new(&plan, &resized).unwrap();
+            let reshard = Reshard::new(&plan, &other_plan).unwrap();
             let _ = reshard.volume();
             let _ = reshard.moves().count();
             let _ = reshard.renumbered().volume();
         }
-        let _ = PlanDiff::new(&plan, &resized).to_string();
+        let _ = PlanDiff::new(&plan, &other_plan).to_string();
     }
     if world.as_u64() <= 1024 {
         drop(Search::new(world, draw.size()).with_model(draw.model()).run(&parameters));

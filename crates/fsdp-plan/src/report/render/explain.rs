@@ -59,7 +59,7 @@ fn describe_gathering(plan: &ShardingPlan, unit: &str) -> String {
 /// Returns a line per run of ranks that hold equally many elements.
 fn holder_lines(plan: &ShardingPlan, parameter: &PlannedParameter) -> Vec<String> {
     let info = parameter.info();
-    let parts = parameter.prepared_cut().parts(plan.shares(), 0..info.numel());
+    let parts = parameter.prepared_cut().parts(plan.shard_group(), 0..info.numel());
     let mut lines = Vec::new();
     for run in parts.chunk_by(is_same_run) {
         let (first, range) = &run[0];

@@ -72,7 +72,7 @@ fn every_element_has_its_owner() {
     for_each_plan(|parameters, _, plan| {
         for (param_idx, info) in parameters.iter().enumerate() {
             let shards: Vec<_> =
-                ranks(plan).flat_map(|rank| plan.shards(param_idx, rank).unwrap()).collect();
+                ranks(plan).filter_map(|rank| plan.shard(param_idx, rank).unwrap()).collect();
             if plan.parameters()[param_idx].cut() == Cut::Replicated {
                 assert_eq!(
                     shards.len(),
@@ -108,7 +108,7 @@ fn every_element_has_its_owner() {
 }
 
 #[test]
-fn shards_of_rank_matches_shards() {
+fn shards_of_rank_matches_each_shard() {
     for_each_plan(|parameters, _, plan| {
         for rank in ranks(plan) {
             let of_rank: Vec<_> = plan
@@ -119,10 +119,7 @@ fn shards_of_rank_matches_shards() {
             let one_by_one: Vec<_> = parameters
                 .iter()
                 .filter_map(|info| {
-                    Some((
-                        info.name(),
-                        plan.shards(plan.index_of(info.name())?, rank).unwrap().next()?,
-                    ))
+                    Some((info.name(), plan.shard(plan.index_of(info.name())?, rank).unwrap()?))
                 })
                 .collect();
             assert_eq!(of_rank, one_by_one);
@@ -238,8 +235,7 @@ fn wrapping_cuts_few_tensors() {
         if strategy.name() == "whole-tensor" {
             let mut n_cut = 0;
             for (index, parameter) in plan.parameters().iter().enumerate() {
-                let owners =
-                    ranks(plan).filter(|&rank| plan.shards(index, rank).unwrap().next().is_some());
+                let owners = ranks(plan).filter(|&rank| plan.shard(index, rank).unwrap().is_some());
                 let is_wrapped = matches!(parameter.cut(), Cut::Wrapped { .. });
                 n_cut += u64::from(is_wrapped && owners.count() > 1);
             }

@@ -23,7 +23,7 @@ fn parameters(models: &Models, model: &str) -> Vec<ParameterInfo> {
 /// Returns the shard of each rank of the parameter at `param_idx`.
 fn shards(plan: &ShardingPlan, param_idx: usize) -> Vec<Option<ShardAssignment>> {
     let world_size = plan.world_size().as_u64();
-    (0..world_size).map(|r| plan.shards(param_idx, rank(r, world_size)).unwrap().next()).collect()
+    (0..world_size).map(|r| plan.shard(param_idx, rank(r, world_size)).unwrap()).collect()
 }
 
 #[derive(Deserialize)]

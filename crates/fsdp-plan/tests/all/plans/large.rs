@@ -41,19 +41,6 @@ fn staying(volume: MoveVolume) -> f64 {
 }
 
 #[test]
-fn resizing_moves_the_minimum() {
-    let parameters = deepseek();
-    for (from, to, optimum) in [(8, 16, 0.5), (64, 48, 0.75), (16_384, 12_288, 0.75)] {
-        let plan = Full::new(Layout::ROWS).plan(&parameters, world(from)).unwrap();
-        let resized = plan.resized(world(to)).unwrap();
-        let volume = Reshard::new(&plan, &resized).unwrap().volume();
-        assert!((staying(volume) - optimum).abs() < 0.0005, "{from} to {to}: {volume:?}");
-        let cost = resized.cost(&CostModel::default()).unwrap();
-        assert!(cost.max_over_mean < 1.004, "{}", cost.max_over_mean);
-    }
-}
-
-#[test]
 fn renumbering_keeps_bytes_in_place() {
     let parameters = deepseek();
     for (from, to, at_least) in [(8, 16, 0.499), (64, 48, 0.66)] {
