@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 use dist_checkpoint::support::elem_of;
-use fsdp_plan::cost::CostModel;
+use fsdp_plan::cost::{CostModel, Runtime};
 
 use crate::error::training::TrainingError;
 
@@ -38,12 +38,14 @@ impl Precision {
         }
     }
 
-    /// Sets the dtypes of mixed precision in a cost model.
+    /// Returns the cost model of the candle runtime with these dtypes.
     #[expect(clippy::expect_used, reason = "`check` accepts only dtypes that the planner knows")]
-    pub(crate) fn set_in_cost(self, model: CostModel) -> CostModel {
-        let Some(MixedDtypes { param_dtype, reduce_dtype }) = self.0 else { return model };
+    pub(crate) fn cost_model(self) -> CostModel {
         let elem = |dtype| elem_of(dtype).expect("the planner knows all floating-point dtypes");
-        model.with_mixed_precision(elem(param_dtype), elem(reduce_dtype))
+        let mixed_precision = self.0.map(|MixedDtypes { param_dtype, reduce_dtype }| {
+            (elem(param_dtype), elem(reduce_dtype))
+        });
+        CostModel { runtime: Runtime::Candle, mixed_precision, ..CostModel::default() }
     }
 
     /// Rejects dtypes that cannot train a model. f16 needs `allow_non_finite`, so that

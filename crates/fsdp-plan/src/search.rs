@@ -97,7 +97,7 @@ impl Search {
     /// Creates a search for `world_size` devices with `budget_bytes` each for parameters, gradients
     /// and optimizer state: the memory of a device minus activations and driver overhead.
     pub fn new(world_size: WorldSize, budget_bytes: u64) -> Self {
-        let model = CostModel::default().with_links(Links::H100);
+        let model = CostModel { links: Some(Links::H100), ..CostModel::default() };
         Self { world_size, budget_bytes, model }
     }
 
@@ -105,7 +105,7 @@ impl Search {
     /// to a model without links.
     #[must_use]
     pub fn with_model(mut self, model: CostModel) -> Self {
-        self.model = if model.links().is_some() { model } else { model.with_links(Links::H100) };
+        self.model = CostModel { links: model.links.or(Some(Links::H100)), ..model };
         self
     }
 

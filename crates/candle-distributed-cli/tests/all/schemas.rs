@@ -7,13 +7,6 @@ use std::{
     sync::LazyLock,
 };
 
-use candle_distributed::{
-    plan::{
-        ElemType, ParameterInfo,
-        strategy::{Full, Layout, ShardingStrategy},
-    },
-    types::WorldSize,
-};
 use jsonschema::Validator;
 use serde_json::{Value, json};
 
@@ -167,7 +160,6 @@ fn plans(dir: &Path) -> [SchemaExamples; 4] {
         plan(&["--world-size", "3", "--strategy", "layer-wise"]),
         plan(&["--world-size", "3", "--strategy", "whole-tensor", "--rank", "2"]),
         plan(&["--world-size", "3", "--rules", &rules]),
-        resized(),
         plan(&["--world-size", "3"]),
     ];
     let against = |old_plan: &Value| {
@@ -212,15 +204,6 @@ fn plan_of_run(dir: &Path) -> Value {
     let options = words("--steps 1 --strategy full --world-size 2 --no-sample");
     text(&[&["train", "--data", &data, "--out", &out], &options[..]].concat());
     json(&["plan", &out])
-}
-
-/// Returns a resized plan with the parts that each rank kept. Only the Rust API makes such plans.
-fn resized() -> Value {
-    let parameters = [ParameterInfo::new("fc.weight", [12, 4], ElemType::F32).unwrap()];
-    let four = Full::new(Layout::RowRagged { rows: 1 })
-        .plan(&parameters, WorldSize::new(4).unwrap())
-        .unwrap();
-    serde_json::to_value(four.resized(WorldSize::new(3).unwrap()).unwrap()).unwrap()
 }
 
 /// Returns states of batches.

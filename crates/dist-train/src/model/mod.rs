@@ -23,10 +23,7 @@ use candle_core::{Result as CandleResult, Tensor};
 use candle_nn::Optimizer;
 use core_types::Seed;
 use dist_checkpoint::ParameterError;
-use fsdp_plan::{
-    ShardingPlan,
-    cost::{CostModel, Runtime},
-};
+use fsdp_plan::{ShardingPlan, cost::CostModel};
 use pmap_mesh::{DeviceMesh, Replica, TensorTree};
 
 use self::{
@@ -440,7 +437,7 @@ impl<M, O> DistributedModel<M, O> {
 
     /// Returns the settings of this model that the cost of the [plan](Self::plan) depends on: kept
     /// data, prefetching, dtypes, and the time at which optimizers run. It assumes Adam, and does
-    /// not set the size of [activations](CostModel::with_activations).
+    /// not set the size of [activations](CostModel::activations).
     ///
     /// # Examples
     ///
@@ -458,12 +455,12 @@ impl<M, O> DistributedModel<M, O> {
     pub fn cost_model(&self) -> Option<CostModel> {
         let model = self.layout.sharded()?;
         let n_graphs = model.units.values().filter(|unit| unit.keep == Keep::Graph).count();
-        let cost = CostModel::default()
-            .with_runtime(Runtime::Candle)
-            .with_prefetch(model.prefetch as u64)
-            .with_kept_graphs(n_graphs as u64);
-        let cost = model.precision.set_in_cost(cost);
-        Some(if model.updates_in_backward { cost.with_optimizer_in_backward() } else { cost })
+        Some(CostModel {
+            prefetch: Some(model.prefetch as u64),
+            kept_graphs: n_graphs as u64,
+            optimizer_in_backward: model.updates_in_backward,
+            ..model.precision.cost_model()
+        })
     }
 
     /// Returns the units of a sharded model in the order of names; empty for a replicated model.

@@ -28,12 +28,12 @@ pub(super) fn rank_runs(
     param_idx: usize,
     rank: Rank,
 ) -> Result<Vec<Range<usize>>> {
-    let mut runs = Vec::new();
-    for shard in plan.shard(param_idx, rank)? {
+    let shard = plan.shard(param_idx, rank)?;
+    let runs = shard.into_iter().map(|shard| {
         let start = index(shard.start_offset);
-        runs.push(start..start + index(shard.shard_size));
-    }
-    Ok(runs)
+        start..start + index(shard.shard_size)
+    });
+    Ok(runs.collect())
 }
 
 /// Iterates over the ranks of a world in order.

@@ -7,7 +7,6 @@ use candle_core::{DType, Tensor, Var};
 use dist_checkpoint::ParameterError;
 use fsdp_plan::{
     ShardingPlan,
-    cost::{CostModel, Runtime},
     support::{Transfer, UnitSchedule},
 };
 use pmap_mesh::{
@@ -92,12 +91,11 @@ fn from_schedule<'a>(
     units: Vec<UnitNames<'a>>,
     precision: Precision,
 ) -> Result<BTreeMap<String, UnitCollectives>> {
-    let model = precision.set_in_cost(CostModel::default().with_runtime(Runtime::Candle));
     let params = units.iter().map(|(unit, names)| {
         let params: BTreeSet<usize> = names.iter().map(|(_, param_idx)| *param_idx).collect();
         (*unit, params.into_iter().collect())
     });
-    let schedule = plan.schedule_of(&model, params)?;
+    let schedule = plan.schedule_of(&precision.cost_model(), params)?;
     let mut collectives = BTreeMap::new();
     for (schedule, (unit, names)) in schedule.units.iter().zip(units) {
         let unit_collectives = UnitCollectives::new(plan, schedule, names, precision)?;

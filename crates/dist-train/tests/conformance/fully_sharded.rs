@@ -184,9 +184,8 @@ fn traffic(mesh: &DeviceMesh, strategy: Box<dyn ShardingStrategy>) {
     let before = mesh.traffic();
     model.step(batch(mesh, 0), loss).unwrap();
     let step = mesh.traffic().into_iter().zip(before).map(|(after, before)| after - before);
-    let schedule =
-        model.plan().unwrap().schedule(&CostModel::default().with_runtime(Runtime::Candle));
-    let schedule = schedule.unwrap();
+    let cost = CostModel { runtime: Runtime::Candle, ..CostModel::default() };
+    let schedule = model.plan().unwrap().schedule(&cost).unwrap();
     // The loss with its weight and batch, the parameters with a gradient, and their squares.
     let scalars = (3, 5 * 8 + 4 + 8 * names().len() as u64);
     let scalars = if mesh.len() == 1 { (0, 0) } else { scalars };

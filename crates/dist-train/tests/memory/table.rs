@@ -122,7 +122,8 @@ fn measured(slots: usize, options: fn(UnitsBuilder<'_>) -> UnitsBuilder<'_>) -> 
     let activations =
         Activations::for_transformer(tokens, WIDTH as u64, ElemType::F32, Runtime::Candle);
     let model = make();
-    let cost = model.cost_model().unwrap().with_activations(activations.unwrap());
+    let mut cost = model.cost_model().unwrap();
+    cost.activations = Some(activations.unwrap());
     let cost = model.plan().unwrap().cost(&cost).unwrap();
     drop(model);
     let planned = cost.process_peak_bytes(NonZeroUsize::new(slots).unwrap());

@@ -211,14 +211,17 @@ fn plan(
 
 /// Returns the cost model of a run's runtime.
 pub(crate) fn cost_model(sharding: Option<&Sharding>, precision: Precision) -> CostModel {
-    let model = CostModel::default().with_runtime(Runtime::Candle);
-    let model = match precision {
-        Precision::F32 => model,
-        Precision::Bf16 => model.with_mixed_precision(ElemType::Bf16, ElemType::F32),
+    let mixed_precision = match precision {
+        Precision::F32 => None,
+        Precision::Bf16 => Some((ElemType::Bf16, ElemType::F32)),
     };
-    let Some(sharding) = sharding else { return model };
-    let model = model.with_prefetch(sharding.prefetch as u64);
-    if sharding.optimizer_in_backward { model.with_optimizer_in_backward() } else { model }
+    CostModel {
+        runtime: Runtime::Candle,
+        mixed_precision,
+        prefetch: sharding.map(|sharding| sharding.prefetch as u64),
+        optimizer_in_backward: sharding.is_some_and(|sharding| sharding.optimizer_in_backward),
+        ..CostModel::default()
+    }
 }
 
 /// The bytes of parameters, gradients and optimizer state, with and without sharding.

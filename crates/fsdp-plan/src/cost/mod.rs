@@ -48,7 +48,7 @@ pub struct RankCost {
     pub storage_bytes: u64,
     /// Gradients in the storage dtype, except for 16-bit floats of [`Runtime::Candle`]. The padding
     /// of [`Cut::Flat`](crate::Cut::Flat) has gradients too. 0 with
-    /// [`with_optimizer_in_backward`](CostModel::with_optimizer_in_backward).
+    /// [`optimizer_in_backward`](CostModel::optimizer_in_backward).
     pub grad_bytes: u64,
     /// Optimizer state.
     ///
@@ -61,14 +61,14 @@ pub struct RankCost {
     pub gathered_bytes: u64,
     /// Unreduced gradients of the largest unit, in the dtype of transfers. 0 in a shard group of
     /// one, except for [`Runtime::Candle`]. That runtime reduces one unit while it computes the
-    /// next if units are [prefetched](CostModel::with_prefetch), so two neighboring units count.
+    /// next if units are [prefetched](CostModel::prefetch), so two neighboring units count.
     pub unreduced_bytes: u64,
     /// Temporaries of the backward pass: twice the largest gradient for [`Runtime::Candle`], else
     /// 0.
     #[serde(skip_serializing_if = "is_zero")]
     pub backward_bytes: u64,
     /// Kept inputs of units and activations of the largest unit; 0 without
-    /// [`with_activations`](CostModel::with_activations).
+    /// [`activations`](CostModel::activations).
     #[serde(skip_serializing_if = "is_zero")]
     pub activation_bytes: u64,
 }
@@ -104,7 +104,7 @@ pub struct PlanCost {
     /// Collectives of one rank in one step.
     pub collectives: Collectives,
     /// Seconds that the collectives of a step take without overlap; `None` without
-    /// [links](CostModel::with_links).
+    /// [links](CostModel::links).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub step_seconds: Option<f64>,
     #[serde(skip)]
@@ -137,7 +137,8 @@ impl PlanCost {
     ///
     /// let parameters = [ParameterInfo::new("h.0.weight", [8, 4], ElemType::F32)?];
     /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?;
-    /// let cost = plan.cost(&CostModel::default().with_runtime(Runtime::Candle))?;
+    /// let model = CostModel { runtime: Runtime::Candle, ..CostModel::default() };
+    /// let cost = plan.cost(&model)?;
     ///
     /// let all_in_one = cost.process_peak_bytes(NonZeroUsize::new(4).unwrap());
     /// let separate: u128 = cost.ranks.iter().map(|rank| rank.peak_bytes()).sum();
@@ -211,7 +212,7 @@ impl ShardingPlan {
             max_over_mean: max_over_mean(&ranks),
             ranks,
             collectives: schedule.collectives()?,
-            step_seconds: model.links().map(|links| step_seconds(self, &schedule, links)),
+            step_seconds: model.links.map(|links| step_seconds(self, &schedule, links)),
             shard_group: self.shard_group(),
         })
     }

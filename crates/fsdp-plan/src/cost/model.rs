@@ -19,7 +19,7 @@ pub enum Runtime {
     /// 16-bit floats are reduced and stored as [`F32`](crate::ElemType::F32). Replicated parameters are copied like
     /// gathered ones while their unit computes, and so are all parameters in a shard group of one rank. Units that do
     /// not stay gathered keep their inputs and are recomputed, unless [their graphs are
-    /// kept](crate::cost::CostModel::with_kept_graphs). candle's `backward` adds the first contribution of a gradient
+    /// kept](crate::cost::CostModel::kept_graphs). candle's `backward` adds the first contribution of a gradient
     /// to a tensor of zeros, so the largest gradient exists two more times for a moment.
     Candle,
 }
@@ -73,104 +73,45 @@ impl Optimizer {
 ///
 /// ```
 /// # use fsdp_plan::{ElemType, cost::{CostModel, Optimizer}};
-/// let model = CostModel::default()
-///     .with_optimizer(Optimizer::Sgd)
-///     .with_param_dtype(ElemType::F32)
-///     .with_mixed_precision(ElemType::Bf16, ElemType::F32);
+/// let model = CostModel {
+///     optimizer: Optimizer::Sgd,
+///     param_dtype: Some(ElemType::F32),
+///     mixed_precision: Some((ElemType::Bf16, ElemType::F32)),
+///     ..CostModel::default()
+/// };
 /// # let _ = model;
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
+#[expect(clippy::exhaustive_structs, reason = "callers take the other fields from `Default`")]
 pub struct CostModel {
-    pub(super) optimizer: Optimizer,
-    pub(super) optimizer_in_backward: bool,
-    pub(super) runtime: Runtime,
-    pub(super) kept_graphs: u64,
-    prefetch: Option<u64>,
-    pub(super) activations: Option<Activations>,
-    links: Option<Links>,
-    param_dtype: Option<ElemType>,
-    mixed_precision: Option<(ElemType, ElemType)>,
+    /// Optimizer. Default: [`Optimizer::Adam`].
+    pub optimizer: Optimizer,
+    /// Whether the parameters of a unit are updated as soon as their gradients are reduced, and these
+    /// gradients freed, so that the gradients of one unit exist at a time. Default: gradients stay
+    /// until the end of the step.
+    pub optimizer_in_backward: bool,
+    /// Runtime. Default: [`Runtime::Torch`].
+    pub runtime: Runtime,
+    /// Number of units that keep their graphs among the units that do not [stay
+    /// gathered](crate::ShardingPlan::with_kept_units); their parameters are freed and gathered
+    /// again. The other units keep their inputs. Default: 0. PyTorch keeps all graphs.
+    pub kept_graphs: u64,
+    /// Number of units gathered ahead of the current one. Default: 1 as in PyTorch, 0 for
+    /// [`Runtime::Candle`].
+    pub prefetch: Option<u64>,
+    /// Activations of a rank's batch. Default: not counted, because plans know no batch.
+    pub activations: Option<Activations>,
+    /// Links, for an estimate of the time of collectives. Default: no estimate.
+    pub links: Option<Links>,
+    /// Dtype in which trained parameters, their gradients and optimizer state are stored. Default:
+    /// each parameter in the dtype of the checkpoint.
+    pub param_dtype: Option<ElemType>,
+    /// Dtypes in which trained parameters and gradients are transferred, like PyTorch's
+    /// `MixedPrecisionPolicy`; the storage dtype does not change. Default: the storage dtype.
+    pub mixed_precision: Option<(ElemType, ElemType)>,
 }
 
 impl CostModel {
-    /// Sets the optimizer. Default: [`Optimizer::Adam`].
-    #[must_use]
-    pub fn with_optimizer(mut self, optimizer: Optimizer) -> Self {
-        self.optimizer = optimizer;
-        self
-    }
-
-    /// Updates the parameters of a unit as soon as their gradients are reduced, then frees these gradients, so that the
-    /// gradients of one unit exist at a time. Default: gradients stay until the end of the step.
-    #[must_use]
-    pub fn with_optimizer_in_backward(mut self) -> Self {
-        self.optimizer_in_backward = true;
-        self
-    }
-
-    /// Stores trained parameters, their gradients and optimizer state as `dtype`. Default: each
-    /// parameter in the dtype of the checkpoint.
-    #[must_use]
-    pub fn with_param_dtype(mut self, dtype: ElemType) -> Self {
-        self.param_dtype = Some(dtype);
-        self
-    }
-
-    /// Transfers trained parameters as `param_dtype` and gradients as `reduce_dtype`, like
-    /// PyTorch's `MixedPrecisionPolicy`.
-    ///
-    /// The storage dtype does not change. Default: transfers use the storage dtype.
-    #[must_use]
-    pub fn with_mixed_precision(mut self, param_dtype: ElemType, reduce_dtype: ElemType) -> Self {
-        self.mixed_precision = Some((param_dtype, reduce_dtype));
-        self
-    }
-
-    /// Sets the runtime. Default: [`Runtime::Torch`].
-    #[must_use]
-    pub fn with_runtime(mut self, runtime: Runtime) -> Self {
-        self.runtime = runtime;
-        self
-    }
-
-    /// Sets the number of units gathered ahead of the current one. Default: 1 as in PyTorch, 0 for
-    /// [`Runtime::Candle`].
-    #[must_use]
-    pub fn with_prefetch(mut self, units: u64) -> Self {
-        self.prefetch = Some(units);
-        self
-    }
-
-    /// Keeps the graphs of `units` of the units that do not [stay
-    /// gathered](crate::ShardingPlan::with_kept_units); their parameters are freed and gathered
-    /// again. The other units keep their inputs. Default: 0. PyTorch keeps all graphs.
-    #[doc(hidden)]
-    #[must_use]
-    pub fn with_kept_graphs(mut self, units: u64) -> Self {
-        self.kept_graphs = units;
-        self
-    }
-
-    /// Counts the activations of a rank's batch. Default: not counted, because plans know no batch.
-    #[must_use]
-    pub fn with_activations(mut self, activations: Activations) -> Self {
-        self.activations = Some(activations);
-        self
-    }
-
-    /// Estimates the time of collectives over these links. Default: no estimate.
-    #[must_use]
-    pub fn with_links(mut self, links: Links) -> Self {
-        self.links = Some(links);
-        self
-    }
-
-    /// Returns the links, if set.
-    pub(crate) fn links(&self) -> Option<Links> {
-        self.links
-    }
-
     /// Returns the storage dtype of a parameter.
     pub(super) fn stored_dtype(&self, info: &ParameterInfo) -> ElemType {
         self.param_dtype.filter(|_| info.dtype().is_trainable()).unwrap_or(info.dtype())
@@ -194,7 +135,7 @@ impl CostModel {
     }
 
     /// Returns the number of prefetched units.
-    pub(super) fn prefetch(&self) -> u64 {
+    pub(super) fn n_prefetched(&self) -> u64 {
         self.prefetch.unwrap_or(match self.runtime {
             Runtime::Torch => 1,
             Runtime::Candle => 0,
@@ -220,7 +161,11 @@ impl CostModel {
 /// // Two sequences of 512 tokens per rank, with a width of 768.
 /// let activations = Activations::for_transformer(1024, 768, ElemType::F32, Runtime::Candle)?;
 /// assert_eq!(activations.input_bytes, 1024 * 768 * 4);
-/// let model = CostModel::default().with_runtime(Runtime::Candle).with_activations(activations);
+/// let model = CostModel {
+///     runtime: Runtime::Candle,
+///     activations: Some(activations),
+///     ..CostModel::default()
+/// };
 /// # let _ = model;
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```

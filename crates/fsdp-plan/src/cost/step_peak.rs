@@ -91,7 +91,7 @@ fn gathered_bytes(model: &CostModel, units: &[GatheredUnit]) -> u128 {
             other_bytes.push(unit.bytes);
         }
     }
-    let run = index(model.prefetch().saturating_add(1).min(other_bytes.len() as u64)).max(1);
+    let run = index(model.n_prefetched().saturating_add(1).min(other_bytes.len() as u64)).max(1);
     let largest_run = other_bytes.windows(run).map(|run| run.iter().sum()).fold(0, u128::max);
     kept_bytes + largest_run
 }
@@ -99,7 +99,7 @@ fn gathered_bytes(model: &CostModel, units: &[GatheredUnit]) -> u128 {
 /// Returns the peak of unreduced gradients: one unit, and the previous unit if candle's runtime
 /// reduces it at the same time.
 fn peak_unreduced_bytes(model: &CostModel, units: &[u128]) -> u128 {
-    let overlaps = model.runtime == Runtime::Candle && model.prefetch() > 0;
+    let overlaps = model.runtime == Runtime::Candle && model.n_prefetched() > 0;
     let run = if overlaps { units.len().clamp(1, 2) } else { 1 };
     units.windows(run).map(|units| units.iter().sum()).fold(0, u128::max)
 }

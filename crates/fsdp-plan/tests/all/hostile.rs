@@ -105,36 +105,25 @@ impl Draws {
     fn model(&mut self) -> CostModel {
         let (latency_ns, bytes_per_s) = (self.size(), self.size());
         let link = Link { latency_ns, bytes_per_s };
-        let mut model = CostModel::default()
-            .with_optimizer(self.choose(&[
-                Optimizer::Adam,
-                Optimizer::AdamMixed,
-                Optimizer::Adam8bit,
-                Optimizer::Sgd,
-                Optimizer::None,
-            ]))
-            .with_runtime(self.choose(&[Runtime::Torch, Runtime::Candle]))
-            .with_prefetch(self.size())
-            .with_kept_graphs(self.size());
-        if self.below(2) == 0 {
-            model = model.with_optimizer_in_backward();
+        let optimizers = [
+            Optimizer::Adam,
+            Optimizer::AdamMixed,
+            Optimizer::Adam8bit,
+            Optimizer::Sgd,
+            Optimizer::None,
+        ];
+        let activations = Activations { input_bytes: self.size(), unit_bytes: self.size() };
+        CostModel {
+            optimizer: self.choose(&optimizers),
+            optimizer_in_backward: self.below(2) == 0,
+            runtime: self.choose(&[Runtime::Torch, Runtime::Candle]),
+            kept_graphs: self.size(),
+            prefetch: Some(self.size()),
+            activations: Some(activations).filter(|_| self.below(2) == 0),
+            links: Links::new(self.size(), link, link).ok(),
+            param_dtype: Some(ElemType::F64).filter(|_| self.below(3) == 0),
+            mixed_precision: Some((ElemType::Bf16, ElemType::F64)).filter(|_| self.below(3) == 0),
         }
-        if self.below(2) == 0 {
-            model = model.with_activations(Activations {
-                input_bytes: self.size(),
-                unit_bytes: self.size(),
-            });
-        }
-        if let Ok(links) = Links::new(self.size(), link, link) {
-            model = model.with_links(links);
-        }
-        if self.below(3) == 0 {
-            model = model.with_param_dtype(ElemType::F64);
-        }
-        if self.below(3) == 0 {
-            model = model.with_mixed_precision(ElemType::Bf16, ElemType::F64);
-        }
-        model
     }
 }
 

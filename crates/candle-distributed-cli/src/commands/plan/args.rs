@@ -199,29 +199,18 @@ impl PlanArgs {
             OptimizerArg::None => Optimizer::None,
         };
         let default_runtime = if of_run.is_some() { Runtime::Candle } else { Runtime::Torch };
-        let mut model = of_run.unwrap_or_default().with_optimizer(optimizer);
-        if let Some(runtime) = self.runtime {
-            model = model.with_runtime(runtime.into());
-        }
-        if self.optimizer_in_backward {
-            model = model.with_optimizer_in_backward();
-        }
-        if let Some(n_units) = self.prefetch {
-            model = model.with_prefetch(n_units);
-        }
-        if let Some(dtype) = self.param_dtype {
-            model = model.with_param_dtype(dtype);
-        }
-        if let Some(links) = self.links {
-            model = model.with_links(links);
-        }
-        if let Some(activations) = self.activations(default_runtime)? {
-            model = model.with_activations(activations);
-        }
-        if let Some((param, reduce)) = self.mixed_precision {
-            model = model.with_mixed_precision(param, reduce);
-        }
-        Ok(model)
+        let model = of_run.unwrap_or_default();
+        Ok(CostModel {
+            optimizer,
+            optimizer_in_backward: self.optimizer_in_backward || model.optimizer_in_backward,
+            runtime: self.runtime.map_or(model.runtime, Into::into),
+            prefetch: self.prefetch.or(model.prefetch),
+            activations: self.activations(default_runtime)?.or(model.activations),
+            links: self.links.or(model.links),
+            param_dtype: self.param_dtype.or(model.param_dtype),
+            mixed_precision: self.mixed_precision.or(model.mixed_precision),
+            ..model
+        })
     }
 
     fn activations(&self, default_runtime: Runtime) -> Result<Option<Activations>> {

@@ -19,7 +19,7 @@ use super::model::{KEEPS, adam, batch, loss, sharded, strategies, tied};
 use crate::support::layers;
 
 fn candle() -> CostModel {
-    CostModel::default().with_runtime(Runtime::Candle)
+    CostModel { runtime: Runtime::Candle, ..CostModel::default() }
 }
 
 fn difference(after: Vec<Traffic>, before: Vec<Traffic>) -> Vec<Traffic> {

@@ -146,7 +146,7 @@ fn rows_match_elements() {
 
 #[test]
 fn costs_are_sums_over_shards() {
-    let model = CostModel::default().with_optimizer(Optimizer::Sgd);
+    let model = CostModel { optimizer: Optimizer::Sgd, ..CostModel::default() };
     for_each_plan(|_, strategy, plan| {
         let cost = plan.cost(&model).unwrap();
         assert!(cost.ranks.iter().map(|cost| cost.rank).eq(ranks(plan)));
@@ -356,7 +356,7 @@ fn search_agrees_with_exhaustive_search() {
         .chain([("wte.w".into(), vec![11, 3])])
         .map(|(name, shape)| parameter(&name, &shape))
         .collect();
-    let model = CostModel::default().with_links(Links::H100);
+    let model = CostModel { links: Some(Links::H100), ..CostModel::default() };
     for world_size in [1, 2, 6, 16].map(|size| WorldSize::new(size).unwrap()) {
         let groups = (1..=world_size.as_u64()).filter(|group| world_size.as_u64() % group == 0);
         let candidates =

@@ -14,7 +14,7 @@ use fsdp_plan::{
 use crate::laws::plan::{for_each_plan, ranks, replicated};
 
 fn candle() -> CostModel {
-    CostModel::default().with_runtime(Runtime::Candle)
+    CostModel { runtime: Runtime::Candle, ..CostModel::default() }
 }
 
 /// Returns the bytes of a parameter in half precision.
@@ -29,7 +29,8 @@ fn pending_sums_keep_neighboring_gradients() {
         units.map(|(name, rows)| ParameterInfo::new(name, [rows, 4], ElemType::F32).unwrap());
     let plan = Full::default().plan(&parameters, WorldSize::new(2).unwrap()).unwrap();
     let unreduced = |model: CostModel, prefetch| {
-        plan.cost(&model.with_prefetch(prefetch)).unwrap().ranks[0].unreduced_bytes
+        let model = CostModel { prefetch: Some(prefetch), ..model };
+        plan.cost(&model).unwrap().ranks[0].unreduced_bytes
     };
     assert_eq!([0, 1, 5].map(|prefetch| unreduced(candle(), prefetch)), [256, 384, 384]);
     assert_eq!([0, 1].map(|prefetch| unreduced(CostModel::default(), prefetch)), [256, 256]);
@@ -40,7 +41,7 @@ fn gradients_are_stored_in_f32() {
     let held = |dtype, reduce| {
         let parameter = ParameterInfo::new("h.0.w", [8, 4], dtype).unwrap();
         let plan = Full::default().plan(&[parameter], WorldSize::new(2).unwrap()).unwrap();
-        let model = candle().with_mixed_precision(ElemType::Bf16, reduce);
+        let model = CostModel { mixed_precision: Some((ElemType::Bf16, reduce)), ..candle() };
         plan.cost(&model).unwrap().ranks[0].grad_bytes
     };
     for dtype in [ElemType::F32, ElemType::Bf16] {
@@ -139,16 +140,16 @@ fn members<'a>(plan: &'a ShardingPlan, unit: &'a str) -> impl Iterator<Item = us
 
 #[test]
 fn candle_runtime_has_no_padding() {
-    let activations = Activations { input_bytes: 10, unit_bytes: 1000 };
+    let activations = Some(Activations { input_bytes: 10, unit_bytes: 1000 });
     for_each_plan(|parameters, _, plan| {
-        let cost = plan.cost(&candle().with_activations(activations)).unwrap();
+        let cost = plan.cost(&CostModel { activations, ..candle() }).unwrap();
         let unit_bytes = |unit: &str| members(plan, unit).map(|n| bytes(plan, n)).sum::<u64>();
         let passing = plan.units().into_iter().map(unit_bytes).max().unwrap();
         let reduced = passing.max(unit_bytes(""));
         let largest = (0..3).map(|param_idx| bytes(plan, param_idx)).max().unwrap();
         // The root unit stays gathered, with its graph.
         for (n_graphs, bytes) in [(1, 10 + 3 * 1000), (2, 3 * 1000), (3, 3 * 1000)] {
-            let model = candle().with_activations(activations).with_kept_graphs(n_graphs);
+            let model = CostModel { activations, kept_graphs: n_graphs, ..candle() };
             let kept = plan.cost(&model).unwrap();
             assert!(kept.ranks.iter().all(|rank| rank.activation_bytes == bytes), "{n_graphs}");
             assert_eq!(kept.collectives, cost.collectives, "nothing else is sent");
@@ -189,7 +190,8 @@ fn part_bytes(plan: &ShardingPlan, unit: &str, rank: Rank) -> u64 {
 fn optimizer_in_backward_frees_gradients() {
     for_each_plan(|_, _, plan| {
         let kept = plan.cost(&candle()).unwrap();
-        let used = plan.cost(&candle().with_optimizer_in_backward()).unwrap();
+        let used = CostModel { optimizer_in_backward: true, ..candle() };
+        let used = plan.cost(&used).unwrap();
         let units: Vec<&str> = plan.units().into_iter().chain([""]).collect();
         for (kept, used) in kept.ranks.iter().zip(&used.ranks) {
             assert_eq!((used.grad_bytes, used.optimizer_bytes), (0, kept.optimizer_bytes));
@@ -252,7 +254,7 @@ fn custom_units_send_shared_parameters_repeatedly() {
 fn seconds(plan: &ShardingPlan, model: CostModel) -> f64 {
     let slow = Link { latency_ns: 0, bytes_per_s: 1 };
     let links = Links::new(1 << 20, slow, slow).unwrap();
-    plan.cost(&model.with_links(links)).unwrap().step_seconds.unwrap()
+    plan.cost(&CostModel { links: Some(links), ..model }).unwrap().step_seconds.unwrap()
 }
 
 #[test]

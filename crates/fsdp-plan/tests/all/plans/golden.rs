@@ -271,11 +271,12 @@ struct StepCase {
 
 /// Returns the cost model for torch's `fp32`, or `bf16` with gradients reduced as `fp32`.
 fn cost_model(precision: &str) -> CostModel {
-    match precision {
-        "fp32" => CostModel::default(),
-        "bf16" => CostModel::default().with_mixed_precision(ElemType::Bf16, ElemType::F32),
+    let mixed_precision = match precision {
+        "fp32" => None,
+        "bf16" => Some((ElemType::Bf16, ElemType::F32)),
         other => panic!("unknown precision {other}"),
-    }
+    };
+    CostModel { mixed_precision, ..CostModel::default() }
 }
 
 fn step() -> Step {
@@ -413,7 +414,7 @@ fn optimizer_determines_its_state() {
         (Optimizer::None, [0, 0]),
     ] {
         let cost =
-            full(&parameters, 2).cost(&CostModel::default().with_optimizer(optimizer)).unwrap();
+            full(&parameters, 2).cost(&CostModel { optimizer, ..CostModel::default() }).unwrap();
         let found: Vec<_> = cost.ranks.iter().map(|rank| rank.optimizer_bytes).collect();
         assert_eq!(found, expected, "{optimizer:?}");
         assert_eq!(cost.ranks.iter().map(|rank| rank.grad_bytes).collect::<Vec<_>>(), [16, 8]);

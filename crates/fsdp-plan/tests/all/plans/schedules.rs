@@ -57,7 +57,11 @@ fn text_for_candle_runtime() {
     let plan = Full::new(Layout::ROWS).plan(&gpt2(), world(4)).unwrap();
     let activations =
         Activations::for_transformer(1024, 768, ElemType::F32, Runtime::Candle).unwrap();
-    let model = CostModel::default().with_runtime(Runtime::Candle).with_activations(activations);
+    let model = CostModel {
+        runtime: Runtime::Candle,
+        activations: Some(activations),
+        ..CostModel::default()
+    };
     let report = PlanReport::new(&plan, &model, None).unwrap();
     let report = report.with_process(4.try_into().unwrap()).with_budget(1 << 30);
     let explained = plan.explain_rank(rank(3, 4), &model).unwrap();

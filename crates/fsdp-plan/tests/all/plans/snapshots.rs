@@ -80,7 +80,7 @@ fn text_of_every_strategy() {
 #[test]
 fn text_of_replicas() {
     let plan = Hsdp::new(Full::default(), 2).plan(&llama(), world(16)).unwrap();
-    let model = CostModel::default().with_links(Links::H100);
+    let model = CostModel { links: Some(Links::H100), ..CostModel::default() };
     insta::assert_snapshot!(PlanReport::new(&plan, &model, None).unwrap());
 }
 
