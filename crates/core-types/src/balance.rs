@@ -34,7 +34,9 @@ pub fn longest_first(weights: &[u64], owners: WorldSize) -> Vec<usize> {
     let mut loads: BinaryHeap<_> =
         (0..owners.as_usize()).map(|owner| Reverse((0_u128, 0_usize, owner))).collect();
     let mut owner_of_item = vec![0; weights.len()];
-    for item in heaviest_first(weights) {
+    let mut heaviest_first: Vec<usize> = (0..weights.len()).collect();
+    heaviest_first.sort_by_key(|&item| Reverse(weights[item]));
+    for item in heaviest_first {
         #[expect(clippy::expect_used, reason = "entries are replaced, never removed")]
         let mut least = loads.peek_mut().expect("a world has at least one rank");
         let Reverse((sum, n_items, owner)) = *least;
@@ -42,48 +44,6 @@ pub fn longest_first(weights: &[u64], owners: WorldSize) -> Vec<usize> {
         owner_of_item[item] = owner;
     }
     owner_of_item
-}
-
-/// Returns the owner of each of `weights` with equally many items per owner: heaviest first, in
-/// snake order from the first owner to the last and back.
-///
-/// Items of a shorter last round go to the first owners. Ties between weights keep the order of the
-/// slice.
-///
-/// # Determinism
-///
-/// Only integers are compared, and ties have an order, so the owners are the same everywhere.
-///
-/// # Complexity
-///
-/// O(n log n) for n items.
-///
-/// # Examples
-///
-/// ```
-/// use core_types::{WorldSize, balance};
-///
-/// assert_eq!(balance::snake_order(&[9, 8, 7, 6, 5], WorldSize::new(2)?), [0, 1, 1, 0, 0]);
-/// # Ok::<(), core_types::Error>(())
-/// ```
-#[must_use]
-pub fn snake_order(weights: &[u64], owners: WorldSize) -> Vec<usize> {
-    let n_owners = owners.as_usize();
-    let mut owner_of_item = vec![0; weights.len()];
-    for (position, item) in heaviest_first(weights).into_iter().enumerate() {
-        let round = position / n_owners;
-        let offset = position % n_owners;
-        let is_backward = round % 2 == 1 && (round + 1) * n_owners <= weights.len();
-        owner_of_item[item] = if is_backward { n_owners - 1 - offset } else { offset };
-    }
-    owner_of_item
-}
-
-/// Returns the positions of `weights`, heaviest first; ties keep their order.
-fn heaviest_first(weights: &[u64]) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..weights.len()).collect();
-    order.sort_by_key(|&item| Reverse(weights[item]));
-    order
 }
 
 #[cfg(test)]
@@ -110,12 +70,6 @@ mod tests {
     }
 
     #[test]
-    fn short_rounds_go_to_first_owners() {
-        assert_eq!(snake_order(&[6, 5, 4, 3], world(3)), [0, 1, 2, 0]);
-        assert_eq!(snake_order(&[6, 5, 4, 3, 2, 1], world(3)), [0, 1, 2, 2, 1, 0]);
-    }
-
-    #[test]
     fn huge_weights_do_not_overflow() {
         let weights = [u64::MAX; 5];
         let owner_of_item = longest_first(&weights, world(2));
@@ -134,21 +88,6 @@ mod tests {
             let heaviest = u128::from(weights.iter().copied().max().unwrap_or(0));
             let largest = sums(&weights, &owner_of_item, world(n_owners)).into_iter().max().unwrap();
             prop_assert!(largest <= total / u128::from(n_owners) + heaviest);
-        }
-
-        #[test]
-        fn owners_take_equally_many(
-            weights in prop::collection::vec(0_u64..1000, 0..60),
-            n_owners in 1_u64..9,
-        ) {
-            let owner_of_item = snake_order(&weights, world(n_owners));
-            let mut counts = vec![0; world(n_owners).as_usize()];
-            for owner in owner_of_item {
-                counts[owner] += 1;
-            }
-            let least = weights.len() / counts.len();
-            prop_assert!(counts.iter().all(|&count| count == least || count == least + 1));
-            prop_assert!(counts.is_sorted_by(|left, right| left >= right));
         }
     }
 }

@@ -13,56 +13,25 @@ use std::fmt::{self, Write};
 /// use core_types::human::HumanBytes;
 ///
 /// assert_eq!(HumanBytes(497_759_232).to_string(), "474.70 MiB");
+/// assert_eq!(HumanBytes(497_759_232).unit(), ("MiB", 1 << 20));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HumanBytes(pub u128);
 
+impl HumanBytes {
+    /// Returns the name and the bytes of the unit, to display several numbers in the same unit.
+    pub fn unit(self) -> (&'static str, u64) {
+        const NAMES: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+        let level = (self.0.max(1).ilog2() / 10).min(6);
+        (NAMES[level as usize], 1 << (10 * level))
+    }
+}
+
 impl fmt::Display for HumanBytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let unit = BinaryUnit::for_bytes(self.0);
-        write!(f, "{} {}", unit.count(self.0), unit.name())
-    }
-}
-
-/// A binary unit of bytes, to display several numbers in the same unit.
-///
-/// # Examples
-///
-/// ```
-/// use core_types::human::BinaryUnit;
-///
-/// let unit = BinaryUnit::for_bytes(3 << 30);
-/// assert_eq!((unit.count(1 << 30), unit.name()), ("1.00".to_owned(), "GiB"));
-/// assert_eq!((unit.count(3 << 30), unit.bytes()), ("3.00".to_owned(), 1 << 30));
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BinaryUnit {
-    level: u32,
-}
-
-impl BinaryUnit {
-    const NAMES: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
-    const EIB: u32 = 6;
-
-    /// Returns the largest unit that keeps a nonzero integer part of `bytes`.
-    pub fn for_bytes(bytes: u128) -> Self {
-        Self { level: (bytes.max(1).ilog2() / 10).min(Self::EIB) }
-    }
-
-    /// Returns `B`, `KiB`, `MiB` and so on.
-    pub fn name(self) -> &'static str {
-        Self::NAMES[self.level as usize]
-    }
-
-    /// Returns the bytes of one unit.
-    pub fn bytes(self) -> u64 {
-        1 << (10 * self.level)
-    }
-
-    /// Formats `bytes` in this unit with two decimals.
-    pub fn count(self, bytes: u128) -> String {
-        let hundredths = bytes.saturating_mul(100) >> (10 * self.level);
-        format!("{}.{:02}", hundredths / 100, hundredths % 100)
+        let (name, bytes) = self.unit();
+        let hundredths = self.0.saturating_mul(100) / u128::from(bytes);
+        write!(f, "{}.{:02} {name}", hundredths / 100, hundredths % 100)
     }
 }
 

@@ -16,6 +16,7 @@ mod order;
 mod partition;
 mod reshard;
 mod sampler;
+mod split;
 mod state;
 
 pub use crate::{

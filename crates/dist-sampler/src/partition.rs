@@ -2,15 +2,13 @@
 
 use std::ops::Range;
 
-use core_types::{
-    Placement, Rank, WorldSize,
-    split::{self, Strided},
-};
+use core_types::{Placement, Rank, WorldSize, split::balanced};
 
 use crate::{
     config::{Partition, Tail},
     error::{Error, Result},
     reshard::UnreadRanges,
+    split::{self, Strided},
 };
 
 /// The rule that assigns positions to ranks.
@@ -76,12 +74,13 @@ impl ShareRule {
             PartitionRule::Contiguous(Tail::LastRank) => {
                 split::last_takes_rest(self.len, placement).into()
             }
-            PartitionRule::Contiguous(tail) => {
-                split::balanced(self.n_even(*tail), placement).into()
-            }
-            PartitionRule::Strided(tail) => split::strided(self.n_even(*tail), placement),
+            PartitionRule::Contiguous(tail) => balanced(self.n_even(*tail), placement).into(),
+            PartitionRule::Strided(tail) => Strided::new(self.n_even(*tail), placement),
             PartitionRule::Proportional(weights) => {
-                split::proportional(self.len, weights, placement.rank()).into()
+                let mut parts = split::proportional(self.len, weights);
+                #[expect(clippy::expect_used, reason = "`new` checks the number of weights")]
+                let part = parts.nth(placement.rank().as_usize()).expect("a weight for each rank");
+                part.into()
             }
         };
         let takes_rest = self.rule == PartitionRule::Strided(Tail::LastRank) && placement.is_last();
@@ -93,27 +92,28 @@ impl ShareRule {
 
     /// Returns the rank that reads `position`, or `None` if no rank does.
     pub(crate) fn owner(&self, position: u64) -> Option<Rank> {
-        match &self.rule {
+        let world = self.world_size.as_u64();
+        let rank = match &self.rule {
             PartitionRule::Contiguous(Tail::LastRank) => {
-                split::last_takes_rest_owner(self.len, self.world_size, position)
+                split::last_takes_rest_owner(self.len, world, position)?
             }
             PartitionRule::Contiguous(tail) => {
-                split::balanced_owner(self.n_even(*tail), self.world_size, position)
+                split::balanced_owner(self.n_even(*tail), world, position)?
             }
-            PartitionRule::Strided(tail) if position < self.n_even(*tail) => {
-                Some(split::strided_owner(self.world_size, position))
-            }
-            PartitionRule::Strided(Tail::LastRank) if position < self.len => {
-                self.world_size.placements().next_back().map(Placement::rank)
-            }
-            PartitionRule::Strided(_) => None,
+            PartitionRule::Strided(tail) if position < self.n_even(*tail) => position % world,
+            PartitionRule::Strided(Tail::LastRank) if position < self.len => world - 1,
+            PartitionRule::Strided(_) => return None,
             PartitionRule::Proportional(weights) => {
-                let parts = split::proportional_parts(self.len, weights);
-                let mut owners = self.world_size.placements().zip(parts);
-                let (owner, _) = owners.find(|(_, part)| part.contains(&position))?;
-                Some(owner.rank())
+                let mut parts = (0..).zip(split::proportional(self.len, weights));
+                parts.find(|(_, part)| part.contains(&position))?.0
             }
-        }
+        };
+        #[expect(
+            clippy::expect_used,
+            reason = "every rule assigns positions to ranks of the world"
+        )]
+        let owner = Placement::new(rank, world).expect("a rank of the world");
+        Some(owner.rank())
     }
 
     /// Returns the positions that are unread after every rank has read its first `consumed`
@@ -128,7 +128,7 @@ impl ShareRule {
                 self.push_unread_stretches(*tail, consumed, &mut unread);
             }
             PartitionRule::Proportional(weights) => {
-                for part in split::proportional_parts(self.len, weights) {
+                for part in split::proportional(self.len, weights) {
                     unread.push(part.start.saturating_add(consumed)..part.end);
                 }
             }

@@ -4,11 +4,6 @@ use std::fmt;
 
 /// The program that started a process and assigned its rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[cfg_attr(
-    feature = "serde",
-    derive(serde::Serialize, serde::Deserialize),
-    serde(rename_all = "snake_case")
-)]
 #[non_exhaustive]
 pub enum Launcher {
     /// An agent of `torchrun` (torch elastic), which sets `TORCHELASTIC_RUN_ID` in addition to

@@ -19,8 +19,6 @@ use error::Result;
 pub use launcher::Launcher;
 use vars::LaunchVars;
 
-#[cfg(feature = "serde")]
-use crate::rank;
 use crate::rank::{Placement, Rank, WorldSize};
 
 /// The placement that a launcher assigned to this process, and its place on its machine.
@@ -37,8 +35,6 @@ use crate::rank::{Placement, Rank, WorldSize};
 /// # Ok::<(), core_types::LaunchError>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-#[cfg_attr(feature = "serde", serde(try_from = "UncheckedLaunchEnv", into = "UncheckedLaunchEnv"))]
 pub struct LaunchEnv {
     placement: Placement,
     launcher: Launcher,
@@ -194,43 +190,4 @@ fn select_innermost(envs: &[LaunchEnv]) -> Result<Option<LaunchEnv>> {
         local_world_size: local.and_then(|env| env.local_world_size),
         ..first
     }))
-}
-
-/// An unvalidated [`LaunchEnv`].
-#[cfg(feature = "serde")]
-#[derive(serde::Serialize, serde::Deserialize)]
-struct UncheckedLaunchEnv {
-    placement: Placement,
-    launcher: Launcher,
-    local_rank: Option<Rank>,
-    local_world_size: Option<WorldSize>,
-}
-
-#[cfg(feature = "serde")]
-impl TryFrom<UncheckedLaunchEnv> for LaunchEnv {
-    type Error = rank::Error;
-
-    fn try_from(unchecked: UncheckedLaunchEnv) -> rank::Result<Self> {
-        let UncheckedLaunchEnv { placement, launcher, local_rank, local_world_size } = unchecked;
-        let world_size = placement.world_size();
-        // A local size above the world size is rejected, because the last local rank would be out
-        // of range for the world.
-        if let Some(size) = local_world_size {
-            let last_local_rank = size.as_u64() - 1;
-            Placement::new(last_local_rank, world_size.as_u64())?;
-        }
-        if let Some(rank) = local_rank {
-            let n_local = local_world_size.unwrap_or(world_size);
-            Placement::new(rank.as_u64(), n_local.as_u64())?;
-        }
-        Ok(Self { placement, launcher, local_rank, local_world_size })
-    }
-}
-
-#[cfg(feature = "serde")]
-impl From<LaunchEnv> for UncheckedLaunchEnv {
-    fn from(env: LaunchEnv) -> Self {
-        let LaunchEnv { placement, launcher, local_rank, local_world_size } = env;
-        Self { placement, launcher, local_rank, local_world_size }
-    }
 }

@@ -320,19 +320,3 @@ fn smaller_inner_world_is_refused() {
     let torchrun = "RANK=1 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=x";
     assert!(disagree(&format!("{torchrun} SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_NTASKS=4")));
 }
-
-#[cfg(feature = "serde")]
-#[test]
-fn deserializing_refuses_invalid_values() {
-    let json = concat!(
-        r#"{"placement":{"rank":3,"world_size":4},"launcher":"open_mpi","#,
-        r#""local_rank":1,"local_world_size":2}"#
-    );
-    let launched: LaunchEnv = serde_json::from_str(json).unwrap();
-    assert_eq!(serde_json::to_string(&launched).unwrap(), json);
-    for (from, to) in
-        [("\"local_rank\":1", "\"local_rank\":2"), ("size\":2", "size\":5"), ("\":3", "\":4")]
-    {
-        assert!(serde_json::from_str::<LaunchEnv>(&json.replace(from, to)).is_err(), "{to}");
-    }
-}

@@ -2,9 +2,7 @@
 
 use std::{iter::FusedIterator, ops::Range};
 
-use core_types::split::Strided;
-
-use crate::sampler::DistributedSampler;
+use crate::{sampler::DistributedSampler, split::Strided};
 
 /// Number of indices that are computed together, equal to the block of the streaming order.
 const BLOCK: usize = 256;

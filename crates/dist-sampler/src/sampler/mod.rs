@@ -4,7 +4,7 @@ mod create;
 pub(crate) mod indices;
 mod resume;
 
-use core_types::{Epoch, Placement, Rank, split};
+use core_types::{Epoch, Placement, Rank};
 
 use crate::{
     config::SamplerConfig,
@@ -12,6 +12,7 @@ use crate::{
     partition::{RankPositions, ShareRule},
     reshard::UnreadPositions,
     sampler::indices::Indices,
+    split::Strided,
     state::WorldStage,
 };
 
@@ -264,7 +265,7 @@ impl DistributedSampler {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn iter_worker(&self, worker: Placement) -> Indices<'_> {
-        Indices::new(self, split::strided(self.len(), worker))
+        Indices::new(self, Strided::new(self.len(), worker))
     }
 
     /// Returns the position of sample `index` in the order of the epoch over all ranks, or `None`

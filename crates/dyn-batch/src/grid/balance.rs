@@ -1,6 +1,8 @@
 //! Division of a batch into parts of equal size and almost equal cost.
 
-use core_types::{WorldSize, balance::snake_order};
+use std::cmp::Reverse;
+
+use core_types::WorldSize;
 
 /// Divides the sequences of a global batch over the ranks, equally many for each rank (or one more
 /// for the first ranks), such that the largest sum of costs is small.
@@ -34,10 +36,17 @@ impl CostParts {
     /// Assigns the most expensive sequences first: to the first part up to the last, then back, and
     /// so on.
     fn deal(costs: &[u64], world_size: WorldSize) -> Self {
-        let mut items: Vec<Vec<CostItem>> = vec![Vec::new(); world_size.as_usize()];
-        let parts = snake_order(costs, world_size);
-        for ((position, &cost), part) in costs.iter().enumerate().zip(parts) {
-            items[part].push((cost, position));
+        let n_parts = world_size.as_usize();
+        let mut items: Vec<Vec<CostItem>> = vec![Vec::new(); n_parts];
+        let mut most_expensive_first: Vec<usize> = (0..costs.len()).collect();
+        most_expensive_first.sort_by_key(|&position| Reverse(costs[position]));
+        for (round, positions) in most_expensive_first.chunks(n_parts).enumerate() {
+            // A last round with fewer sequences than parts gives them to the first parts.
+            let is_backward = round % 2 == 1 && positions.len() == n_parts;
+            for (part, &position) in positions.iter().enumerate() {
+                let part = if is_backward { n_parts - 1 - part } else { part };
+                items[part].push((costs[position], position));
+            }
         }
         let mut sums = Vec::with_capacity(items.len());
         for items in &mut items {

@@ -7,7 +7,7 @@ use candle_distributed::{
         ShardingPlan,
         cost::{PlanCost, RankCost},
     },
-    types::human::{BinaryUnit, HumanBytes, HumanCount},
+    types::human::{HumanBytes, HumanCount},
 };
 use plotters::{coord::types::RangedCoordf64, prelude::*};
 
@@ -129,7 +129,7 @@ fn draw_chart(
     let peak = ranks.iter().map(RankCost::peak_bytes).fold(0, u128::max);
     let limit = limit.filter(|limit| limit / MAX_LIMIT_RATIO <= peak);
     let highest = peak.max(limit.unwrap_or(0));
-    let unit = BinaryUnit::for_bytes(highest);
+    let (unit_name, unit) = HumanBytes(highest).unit();
     // plotters cannot draw an axis without an extent.
     let top = if highest == 0 { 1.0 } else { 1.1 * in_unit(highest, unit) };
     let mut chart = ChartBuilder::on(area)
@@ -143,7 +143,7 @@ fn draw_chart(
         .x_desc(rank_axis(n_ranks, ranks.len()))
         .y_labels(highest.clamp(1, 6) as usize + 1)
         .y_label_formatter(&|number| ((number * 1000.0).round() / 1000.0).to_string())
-        .y_desc(format!("at the peak ({})", unit.name()))
+        .y_desc(format!("at the peak ({})", unit_name))
         .draw()?;
     for (position, rank) in ranks.iter().enumerate() {
         draw_column(&mut chart, position as f64, rank, unit)?;
@@ -157,12 +157,7 @@ fn draw_chart(
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
 /// Draws the parts of a rank, stacked.
-fn draw_column(
-    chart: &mut Chart<'_, '_>,
-    position: f64,
-    rank: &RankCost,
-    unit: BinaryUnit,
-) -> DrawResult {
+fn draw_column(chart: &mut Chart<'_, '_>, position: f64, rank: &RankCost, unit: u64) -> DrawResult {
     let mut bottom = 0;
     for ((_, color), bytes) in PARTS.into_iter().zip(parts(rank)) {
         if bytes == 0 {
@@ -190,8 +185,8 @@ fn draw_limit(chart: &Chart<'_, '_>, n_columns: f64, height: f64) -> DrawResult 
     Ok(())
 }
 
-fn in_unit(bytes: u128, unit: BinaryUnit) -> f64 {
-    bytes as f64 / unit.bytes() as f64
+fn in_unit(bytes: u128, unit: u64) -> f64 {
+    bytes as f64 / unit as f64
 }
 
 /// Returns the rank number at an axis position.
