@@ -52,7 +52,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let plan = || sampler.epoch(Epoch::ZERO, 0..lengths.len() as u64);
     let seconds = least_seconds(plan);
     let planned = plan()?;
-    let report = planned.grid_report().map(ToString::to_string);
+    let report = planned.grid_report().map(|report| report.to_string());
     let answer = json!({
         "steps": cells(&planned), "report": report, "seconds": seconds, "greedy_seconds": greedy_seconds,
     });

@@ -33,7 +33,6 @@ const SOUGHT: &[(&str, &str, &str)] = &[
         "GridConfig::with_synchronization",
         "FSDP and pipelines wait at other points",
     ),
-    ("crates/dyn-batch", "GridReport::waste", "figures beside plain batches"),
     ("crates/dyn-batch", "SequenceLayout::position_ids", "Hugging Face's packed batches"),
     ("crates/dyn-batch", "SequenceLayout::segment_ids", "JAX's packed batches"),
     ("crates/dyn-batch", "SplitLengths", "TRL's bfd_split"),

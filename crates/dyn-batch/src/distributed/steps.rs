@@ -229,8 +229,6 @@ pub struct Steps<L> {
     remaining: Range<usize>,
     /// State at the first step.
     start: BatchState,
-    /// Report of steps with micro-batches.
-    grid_report: Option<GridReport>,
 }
 
 /// The number of batches in each step.
@@ -335,9 +333,6 @@ impl<L: SequenceLengths> Steps<L> {
         let config = sampler.config;
         let world_size = placement.world_size();
         let seed = config.shuffle.map(|seed| seed.derive(epoch.as_u64()));
-        let has_grid =
-            config.accumulation.is_some() || matches!(config.layout, StepLayout::Grid(_));
-        let plain_order = has_grid.then(|| order.clone());
         let planned = match config.layout {
             StepLayout::Grouped => sampler.plan_grouped(order, cut, world_size, seed)?,
             StepLayout::Dealt => sampler.plan_dealt(order, cut, world_size, seed)?,
@@ -364,20 +359,7 @@ impl<L: SequenceLengths> Steps<L> {
             earlier_worlds: last.map_or_else(Vec::new, BatchState::into_worlds),
         };
         let remaining = 0..n_steps;
-        let mut steps = Self {
-            placement,
-            config,
-            plan,
-            batch_indices,
-            sizes,
-            remaining,
-            start,
-            grid_report: None,
-        };
-        if let Some(order) = plain_order {
-            steps.grid_report = Some(steps.measure_grid(order)?);
-        }
-        Ok(steps)
+        Ok(Self { placement, config, plan, batch_indices, sizes, remaining, start })
     }
 
     /// Returns the state after the steps read so far.
@@ -446,10 +428,19 @@ impl<L: SequenceLengths> Steps<L> {
         report
     }
 
-    /// Reports the costs of all ranks and steps, if steps have micro-batches: in a grid, or with
-    /// accumulation.
-    pub fn grid_report(&self) -> Option<&GridReport> {
-        self.grid_report.as_ref()
+    /// Reports the costs of all ranks and steps, if steps have micro-batches: in a grid, or in grouped
+    /// steps with accumulation.
+    pub fn grid_report(&self) -> Option<GridReport> {
+        let synchronization = match self.config.layout {
+            StepLayout::Grid(grid) => grid.synchronization,
+            StepLayout::Grouped if self.config.accumulation.is_some() => Synchronization::MicroStep,
+            StepLayout::Grouped | StepLayout::Dealt => return None,
+        };
+        let mut report = GridReport::new(self.placement.world_size());
+        for step in 0..self.n_steps() {
+            report.add(&self.grid_cells(step), synchronization);
+        }
+        Some(report)
     }
 
     /// Returns the batches of all ranks in a step, for each micro-step rank by rank, or `None` if there
@@ -519,59 +510,16 @@ impl<L: SequenceLengths> Steps<L> {
         }
     }
 
-    /// Reports the grids of all steps, beside the sequences of `order` in equally many cells of equal
-    /// counts.
-    fn measure_grid(&self, order: Vec<u32>) -> Result<GridReport> {
-        let order = self.plan.sampler().admit_all(order, &mut PaddingReport::default())?;
-        let mut rest = order.as_slice();
-        let mut report = GridReport::new(self.placement.world_size());
-        let synchronization = match self.config.layout {
-            StepLayout::Grid(grid) => grid.synchronization,
-            StepLayout::Grouped | StepLayout::Dealt => Synchronization::MicroStep,
-        };
-        for step in 0..self.n_steps() {
-            let cells = self.grid_cells(step);
-            let n_sequences: usize = cells.iter().map(|cell| cell.n_sequences).sum();
-            let (plain, later) = rest.split_at(n_sequences.min(rest.len()));
-            report.add(&cells, &self.plain_cells(plain, cells.len()), synchronization);
-            rest = later;
-        }
-        Ok(report)
-    }
-
     fn grid_cells(&self, step: usize) -> Vec<CellSize> {
         let cells = self.batch_indices_of_step(step).iter().map(|&index| {
             let batch = self.plan.planned_batch(index as usize);
             CellSize {
-                n_sequences: batch.len(),
                 real_tokens: batch.real_tokens,
                 padded_tokens: self.plan.padded_tokens(batch),
                 cost: batch_cost(&self.plan, index as usize, self.config.cost),
             }
         });
         cells.collect()
-    }
-
-    /// Returns the cells of sequences in equal counts.
-    fn plain_cells(&self, order: &[u32], n_cells: usize) -> Vec<CellSize> {
-        let bound = |cell: usize| cell * order.len() / n_cells;
-        let cells = (0..n_cells).map(|cell| self.plain_cell(&order[bound(cell)..bound(cell + 1)]));
-        cells.collect()
-    }
-
-    fn plain_cell(&self, indices: &[u32]) -> CellSize {
-        let limits = self.plan.limits();
-        let cost = self.config.cost;
-        let real_tokens = self.plan.lengths(indices).fold(0, u64::saturating_add);
-        let (padded_tokens, cost) = if limits.is_packing() {
-            let costs = self.plan.lengths(indices).map(|length| cost.for_length(length));
-            (real_tokens, costs.fold(0, u64::saturating_add))
-        } else {
-            let padded = limits.padded_length(self.plan.lengths(indices).max().unwrap_or(0));
-            let n_rows = indices.len() as u64;
-            (padded.saturating_mul(n_rows), cost.for_length(padded).saturating_mul(n_rows))
-        };
-        CellSize { n_sequences: indices.len(), real_tokens, padded_tokens, cost }
     }
 
     /// Divides the sequences of a dealt step over the ranks, and returns the sequences of each

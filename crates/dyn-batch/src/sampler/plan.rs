@@ -209,10 +209,6 @@ impl<L: SequenceLengths> BatchPlan<L> {
         self.sampler.limits()
     }
 
-    pub(crate) fn sampler(&self) -> &DynamicBatchSampler<L> {
-        &self.sampler
-    }
-
     /// Returns a batch; panics if `index` is out of range.
     pub(crate) fn batch(&self, index: usize) -> Batch {
         self.limits().batch(self.sequences(index))

@@ -143,7 +143,7 @@ fn make_for_rank(
         rank: placement.rank().as_u64(),
         n_steps: state.n_steps,
     };
-    let grid = steps.grid_report().copied();
+    let grid = steps.grid_report();
     if !args.prints_batches() {
         return Ok(BatchTotals { left_out, share: None, state: Some(state), grid });
     }
