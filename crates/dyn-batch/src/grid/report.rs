@@ -101,8 +101,7 @@ impl GridReport {
 impl fmt::Display for GridReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { steps, cells, ranks, real_tokens, padded_tokens, cost, time, .. } = *self;
-        let mean_time = cost / u128::from(ranks.max(1));
-        let waiting = 100.0 * (ratio(time, mean_time) - 1.0);
+        let waiting = 100.0 * (ratio(time.saturating_mul(ranks.into()), cost) - 1.0);
         let padding = 100.0 * (1.0 - ratio(real_tokens, padded_tokens));
         write!(
             f,
