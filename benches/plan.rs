@@ -177,10 +177,9 @@ fn search(criterion: &mut Criterion) {
     group.sample_size(10);
     group.bench_function("experts_45k_w2048", |bencher| {
         bencher.iter(|| {
-            let found = Search::new(world(2048), 40 << 30)
-                .run(black_box(&parameters))
-                .unwrap()
-                .into_candidate();
+            let (world_size, budget_bytes) = (world(2048), 40 << 30);
+            let search = Search { world_size, budget_bytes, model: CostModel::default() };
+            let found = search.run(black_box(&parameters)).unwrap();
             assert!(found.cost.peak_bytes() <= 40 << 30);
             found
         });

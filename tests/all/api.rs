@@ -56,7 +56,7 @@ fn public_types_are_send_and_sync() {
         plan::report::PlanDiff<'_>,
         plan::report::PlanReport<'_>,
         plan::reshard::Reshard<'_>,
-        plan::search::SearchOutcome,
+        plan::search::PlanCandidate,
         plan::search::Search,
         plan::strategy::Hybrid,
         plan::Error,

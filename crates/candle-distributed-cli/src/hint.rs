@@ -9,7 +9,7 @@ use candle_distributed::{
         models::ModelError,
     },
     mesh,
-    plan::{self, CutError, ParameterError, SourceError},
+    plan::{self, SourceError},
     sampler,
     train::{self, CheckpointError},
     types,
@@ -297,14 +297,13 @@ fn batch(error: &batch::Error) -> Option<Cow<'static, str>> {
 
 fn plan(error: &plan::Error) -> Option<&'static str> {
     match error {
-        plan::Error::Source(SourceError::Malformed { .. })
-        | plan::Error::Parameters(ParameterError::Empty) => Some(MODEL),
-        plan::Error::Parameters(ParameterError::UnknownDtype { .. }) => {
+        plan::Error::Source(SourceError::Malformed { .. }) | plan::Error::NoParameters => {
+            Some(MODEL)
+        }
+        plan::Error::UnknownDtype { .. } => {
             Some("dtypes have the names of safetensors, such as F32 and BF16")
         }
-        plan::Error::Cut(CutError::Scalar { .. }) => {
-            Some("--layout flat cuts parameters of any shape")
-        }
+        plan::Error::Scalar { .. } => Some("--layout flat cuts parameters of any shape"),
         plan::Error::Unknown { what: "parameter", .. } => {
             Some("plan --format json lists the names of all parameters")
         }

@@ -35,7 +35,7 @@ pub mod strategy;
 pub use self::{
     cut::{Cut, ShardAssignment},
     elem::ElemType,
-    error::{CutError, Error, ParameterError, Result, SourceError},
+    error::{Error, Result, SourceError},
     param::ParameterInfo,
     pattern::Pattern,
     plan::{PlannedParameter, ShardingPlan},

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::{
     cost::{CostModel, Links, PlanCost, max_kept_units},
-    error::{Error, ParameterError, Result},
+    error::{Error, Result},
     param::ParameterInfo,
     plan::ShardingPlan,
     strategy::{Full, Hsdp, Layout, ShardingStrategy},
@@ -29,58 +29,37 @@ use crate::{
 /// use core_types::WorldSize;
 /// use fsdp_plan::{
 ///     ElemType, ParameterInfo,
-///     search::{Search, SearchOutcome},
+///     cost::CostModel,
+///     search::Search,
 /// };
 ///
 /// let parameters: Vec<_> = (0..4)
 ///     .map(|block| ParameterInfo::new(format!("h.{block}.w"), [1024, 1024], ElemType::F32))
 ///     .collect::<Result<_, _>>()?;
+/// let search = |world_size, budget_bytes| -> Result<_, fsdp_plan::Error> {
+///     let world_size = WorldSize::new(world_size)?;
+///     Search { world_size, budget_bytes, model: CostModel::default() }.run(&parameters)
+/// };
 /// // Weights, gradients and Adam's moments take 64 MiB. Each device of two nodes of eight has 48.
-/// let search = Search::new(WorldSize::new(16)?, 48 << 20);
-/// let SearchOutcome::Fits(found) = search.run(&parameters)? else { panic!("it fits") };
+/// let found = search(16, 48 << 20)?;
 /// assert_eq!(found.plan.shard_group().as_u64(), 8); // parameters are gathered within a node
 /// assert!(found.plan.keeps_gathered("h.0")); // and only once a step
+/// assert_eq!(found.missing_bytes, 0);
 ///
-/// let SearchOutcome::Missing { bytes, .. } =
-///     Search::new(WorldSize::new(4)?, 20 << 20).run(&parameters)?
-/// else {
-///     panic!()
-/// };
 /// // Also in a group of four: 16 MiB of state, 8 gathered, 4 not yet reduced.
-/// assert_eq!(bytes, (8 << 20) + 4 * 4);
+/// assert_eq!(search(4, 20 << 20)?.missing_bytes, (8 << 20) + 4 * 4);
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[expect(clippy::exhaustive_structs, reason = "a search needs all of these")]
 pub struct Search {
-    world_size: WorldSize,
-    budget_bytes: u64,
-    model: CostModel,
-}
-
-/// The result of a [`Search`].
-#[derive(Clone, Debug, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum SearchOutcome {
-    /// The fastest plan that fits.
-    Fits(PlanCandidate),
-    /// No plan fits.
-    Missing {
-        /// Plan with the smallest peak memory.
-        smallest: PlanCandidate,
-        /// Missing bytes on the device with the largest peak.
-        bytes: u64,
-    },
-}
-
-impl SearchOutcome {
-    /// Returns the plan that fits, or else the plan with the smallest peak memory.
-    #[doc(hidden)]
-    pub fn into_candidate(self) -> PlanCandidate {
-        match self {
-            Self::Fits(candidate) | Self::Missing { smallest: candidate, .. } => candidate,
-        }
-    }
+    /// Number of devices.
+    pub world_size: WorldSize,
+    /// Memory of a device for parameters, gradients and optimizer state: without activations and
+    /// driver overhead.
+    pub budget_bytes: u64,
+    /// Cost model; [`Links::H100`] apply to a model without links.
+    pub model: CostModel,
 }
 
 /// A plan and its cost.
@@ -91,25 +70,12 @@ pub struct PlanCandidate {
     pub plan: ShardingPlan,
     /// Cost of the plan.
     pub cost: PlanCost,
+    /// Bytes above the budget on the device with the largest peak; 0 if the plan fits.
+    pub missing_bytes: u64,
 }
 
 impl Search {
-    /// Creates a search for `world_size` devices with `budget_bytes` each for parameters, gradients
-    /// and optimizer state: the memory of a device minus activations and driver overhead.
-    pub fn new(world_size: WorldSize, budget_bytes: u64) -> Self {
-        let model = CostModel { links: Some(Links::H100), ..CostModel::default() };
-        Self { world_size, budget_bytes, model }
-    }
-
-    /// Sets the cost model. Default: [`CostModel::default`] with [`Links::H100`], which also apply
-    /// to a model without links.
-    #[must_use]
-    pub fn with_model(mut self, model: CostModel) -> Self {
-        self.model = CostModel { links: model.links.or(Some(Links::H100)), ..model };
-        self
-    }
-
-    /// Finds the fastest plan that fits.
+    /// Finds the fastest plan that fits, or else the plan with the smallest peak memory.
     ///
     /// # Complexity
     ///
@@ -120,93 +86,70 @@ impl Search {
     ///
     /// The error of the last layout if no layout can be planned; [`Error::TotalTooLarge`] if the
     /// missing bytes exceed 64 bits.
-    pub fn run(&self, parameters: &[ParameterInfo]) -> Result<SearchOutcome> {
-        let mut found: Option<PlanCandidate> = None;
-        let mut smallest: Option<PlanCandidate> = None;
+    pub fn run(&self, parameters: &[ParameterInfo]) -> Result<PlanCandidate> {
+        let mut best: Option<PlanCandidate> = None;
         // If no layout can be planned, the error of the last layout replaces this one.
-        let mut error = Error::Parameters(ParameterError::Empty);
+        let mut error = Error::NoParameters;
         let world = self.world_size.as_u64();
         for group in (1..=world).filter(|group| world.is_multiple_of(*group)) {
             for layout in [Layout::Dim0, Layout::ROWS] {
-                match self.candidate(parameters, layout, world / group) {
-                    Ok(candidate) if self.fits(&candidate) => {
-                        keep_best(&mut found, self.keep_units(candidate)?, is_faster);
+                let strategy = Hsdp::new(Full::new(layout), world / group);
+                let plan = strategy.plan(parameters, self.world_size);
+                match plan.and_then(|plan| self.candidate(plan)) {
+                    Ok(candidate) => {
+                        let candidate = self.keep_units(candidate)?;
+                        if best.as_ref().is_none_or(|best| is_better(&candidate, best)) {
+                            best = Some(candidate);
+                        }
                     }
-                    Ok(candidate) => keep_best(&mut smallest, candidate, is_smaller),
                     Err(failure) => error = failure,
                 }
             }
         }
-        match (found, smallest) {
-            (Some(candidate), _) => Ok(SearchOutcome::Fits(candidate)),
-            (None, Some(smallest)) => {
-                let missing = smallest.cost.peak_bytes() - u128::from(self.budget_bytes);
-                let bytes = u64::try_from(missing)
-                    .map_err(|_| Error::TotalTooLarge { what: "the missing bytes of a device" })?;
-                Ok(SearchOutcome::Missing { smallest, bytes })
-            }
-            (None, None) => Err(error),
-        }
+        best.ok_or(error)
     }
 
-    /// Plans and costs one candidate.
-    fn candidate(
-        &self,
-        parameters: &[ParameterInfo],
-        layout: Layout,
-        replicas: u64,
-    ) -> Result<PlanCandidate> {
-        let plan = Hsdp::new(Full::new(layout), replicas).plan(parameters, self.world_size)?;
-        let cost = plan.cost(&self.model)?;
-        Ok(PlanCandidate { plan, cost })
+    /// Computes the cost of a plan.
+    fn candidate(&self, plan: ShardingPlan) -> Result<PlanCandidate> {
+        let cost = plan.cost(&self.model())?;
+        let missing = cost.peak_bytes().saturating_sub(self.budget_bytes.into());
+        let missing_bytes = u64::try_from(missing)
+            .map_err(|_| Error::TotalTooLarge { what: "the missing bytes of a device" })?;
+        Ok(PlanCandidate { plan, cost, missing_bytes })
     }
 
-    /// Returns true if a candidate is within the budget.
-    fn fits(&self, candidate: &PlanCandidate) -> bool {
-        candidate.cost.peak_bytes() <= self.budget_bytes.into()
+    fn model(&self) -> CostModel {
+        CostModel { links: self.model.links.or(Some(Links::H100)), ..self.model }
     }
 
     /// Keeps as many of the last units gathered as fit.
     fn keep_units(&self, candidate: PlanCandidate) -> Result<PlanCandidate> {
-        let n_kept = max_kept_units(&candidate.plan, &self.model, self.budget_bytes);
+        if candidate.missing_bytes > 0 {
+            return Ok(candidate);
+        }
+        let n_kept = max_kept_units(&candidate.plan, &self.model(), self.budget_bytes);
         if n_kept == 0 {
             return Ok(candidate);
         }
         let plan = candidate.plan;
         let units: Vec<String> =
             plan.units().into_iter().rev().take(n_kept).map(str::to_owned).collect();
-        let plan = plan.with_kept_units(units)?;
-        let cost = plan.cost(&self.model)?;
-        Ok(PlanCandidate { plan, cost })
+        self.candidate(plan.with_kept_units(units)?)
     }
 }
 
-/// Replaces `best` by `candidate` if there is no best candidate yet, or if `is_better` returns
-/// true.
-fn keep_best(
-    best: &mut Option<PlanCandidate>,
-    candidate: PlanCandidate,
-    is_better: fn(&PlanCandidate, &PlanCandidate) -> bool,
-) {
-    if best.as_ref().is_none_or(|best| is_better(&candidate, best)) {
-        *best = Some(candidate);
-    }
-}
-
-/// Returns true if `candidate` is faster than `best`, or as fast with less memory.
-fn is_faster(candidate: &PlanCandidate, best: &PlanCandidate) -> bool {
-    time_and_memory(candidate) < time_and_memory(best)
-}
-
-fn time_and_memory(candidate: &PlanCandidate) -> (f64, u128) {
-    #[expect(clippy::expect_used, reason = "`with_model` adds links to a model without them")]
-    let seconds = candidate.cost.step_seconds.expect("a search has links");
-    (seconds, candidate.cost.peak_bytes())
-}
-
-/// Returns true if `candidate` needs less memory than `best`.
-fn is_smaller(candidate: &PlanCandidate, best: &PlanCandidate) -> bool {
-    candidate.cost.peak_bytes() < best.cost.peak_bytes()
+/// Returns true if `candidate` is better than `best`: it misses fewer bytes, or else is faster, or
+/// else needs less memory.
+fn is_better(candidate: &PlanCandidate, best: &PlanCandidate) -> bool {
+    let key = |candidate: &PlanCandidate| {
+        #[expect(
+            clippy::expect_used,
+            reason = "`Search::model` adds links to a model without them"
+        )]
+        let seconds = candidate.cost.step_seconds.expect("a search has links");
+        (candidate.missing_bytes, seconds, candidate.cost.peak_bytes())
+    };
+    key(candidate) < key(best)
 }
 
 #[cfg(test)]
@@ -220,9 +163,11 @@ mod tests {
         // is one tensor.
         let parameters =
             ["a", "b"].map(|name| ParameterInfo::new(name, [4], ElemType::F32).unwrap());
-        let search = Search::new(WorldSize::ONE, 1 << 20);
-        let [dim0, flat] = [Layout::Dim0, Layout::Flat]
-            .map(|layout| search.candidate(&parameters, layout, 1).unwrap());
-        assert!(is_faster(&flat, &dim0) && !is_faster(&dim0, &flat));
+        let world_size = WorldSize::ONE;
+        let search = Search { world_size, budget_bytes: 1 << 20, model: CostModel::default() };
+        let [dim0, flat] = [Layout::Dim0, Layout::Flat].map(|layout| {
+            search.candidate(Full::new(layout).plan(&parameters, world_size).unwrap()).unwrap()
+        });
+        assert!(is_better(&flat, &dim0) && !is_better(&dim0, &flat));
     }
 }

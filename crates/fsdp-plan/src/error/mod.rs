@@ -1,12 +1,10 @@
 //! Errors of parameters, files and plans.
 
-mod cut;
-mod parameters;
 mod source;
 
 use core_types::human::Printable;
 
-pub use self::{cut::CutError, parameters::ParameterError, source::SourceError};
+pub use self::source::SourceError;
 use crate::format::FORMAT_VERSION;
 
 /// The result of reading, planning or costing.
@@ -14,23 +12,53 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of reading, planning or costing.
 ///
-/// Errors of the large subjects are nested enums; their messages pass through unchanged.
+/// Errors of files are a nested enum; their messages pass through unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A rank or world size outside its limits.
     #[error(transparent)]
     World(#[from] core_types::Error),
-    /// The list of parameters is invalid.
-    #[error(transparent)]
-    Parameters(#[from] ParameterError),
-    /// A cut of the plan is invalid.
-    #[error(transparent)]
-    Cut(#[from] CutError),
     /// The file is not a valid list of parameters.
     #[error(transparent)]
     Source(#[from] SourceError),
 
+    /// The list of parameters is empty.
+    #[error("the list of parameters is empty")]
+    NoParameters,
+    /// A tensor has an unknown dtype.
+    #[error("tensor {name} has unknown dtype {dtype:?}", name = Printable(name))]
+    UnknownDtype {
+        /// Name of the tensor.
+        name: String,
+        /// Unknown dtype.
+        dtype: String,
+    },
+    /// A parameter is listed twice, has an impossible shape, or is tied to one that differs.
+    #[error("parameter {name} {reason}", name = Printable(name))]
+    InvalidParameter {
+        /// Name of the parameter.
+        name: String,
+        /// What is wrong, with the value and the limit.
+        reason: String,
+    },
+    /// A parameter without dims would be cut along dim 0.
+    #[error(
+        "parameter {name} has no dims, so there is no dim 0 to cut; gather it always, use the flat layout, or give it shape [1]",
+        name = Printable(name)
+    )]
+    Scalar {
+        /// Name of the parameter.
+        name: String,
+    },
+    /// A parameter does not allow its cut, or does not fit to its buffer.
+    #[error("parameter {name} {reason}", name = Printable(name))]
+    InvalidCut {
+        /// Name of the parameter.
+        name: String,
+        /// What is wrong, with the found and the expected values.
+        reason: String,
+    },
     /// A sum of sizes exceeds 64 bits.
     #[error("{what} exceed {} in total", u64::MAX)]
     TotalTooLarge {
@@ -92,6 +120,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// Makes the error of a parameter that is listed twice.
+    pub(crate) fn listed_twice(name: &str) -> Self {
+        Self::InvalidParameter { name: name.to_owned(), reason: "is listed twice".to_owned() }
+    }
+
     /// Makes the error of an index of a parameter.
     pub(crate) fn unknown_index(index: usize, len: usize) -> Self {
         Self::Unknown { what: "parameter", name: format!("{index} of {len}") }

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize, Serializer};
 
 use crate::{
     elem::ElemType,
-    error::{Error, ParameterError, Result},
+    error::{Error, Result},
 };
 
 /// The metadata of one parameter of a model.
@@ -101,7 +101,7 @@ impl ParameterInfo {
     ///
     /// # Errors
     ///
-    /// [`ParameterError::InvalidShape`] if the number of elements or bytes exceeds 64 bits, or if the elements do not form
+    /// [`Error::InvalidParameter`] if the number of elements or bytes exceeds 64 bits, or if the elements do not form
     /// whole blocks of the dtype. Dims of size zero do not hide the others: `[0, 2^40, 2^40]` is rejected, so that no
     /// product of some of the dims can overflow later.
     pub fn new(
@@ -112,23 +112,12 @@ impl ParameterInfo {
         let name = name.into();
         let shape = shape.into();
         if !fits_into_64_bits(&shape, dtype) {
-            let reason = "exceeds 18446744073709551615 bytes";
-            return Err(Error::Parameters(ParameterError::InvalidShape {
-                name,
-                shape,
-                dtype,
-                reason,
-            }));
+            return Err(invalid_shape(name, &shape, dtype, "exceeds 18446744073709551615 bytes"));
         }
         let numel = shape.iter().product();
         if numel % dtype.block_numel() > 0 {
             let reason = "is not a whole number of blocks of this dtype";
-            return Err(Error::Parameters(ParameterError::InvalidShape {
-                name,
-                shape,
-                dtype,
-                reason,
-            }));
+            return Err(invalid_shape(name, &shape, dtype, reason));
         }
         let layer = path::implied_layer(&name);
         let data = ParameterData {
@@ -257,6 +246,11 @@ impl ParameterInfo {
     }
 }
 
+fn invalid_shape(name: String, shape: &[u64], dtype: ElemType, reason: &str) -> Error {
+    let reason = format!("of shape {shape:?} and dtype {dtype} {reason}");
+    Error::InvalidParameter { name, reason }
+}
+
 /// Returns true if the bytes fit into 64 bits, even without the dims of size zero.
 fn fits_into_64_bits(shape: &[u64], dtype: ElemType) -> bool {
     let numel =
@@ -269,7 +263,7 @@ pub(crate) fn parse_dtype(name: &str, dtype: &str) -> Result<ElemType> {
     ElemType::from_name(dtype).ok_or_else(|| {
         let name = name.to_owned();
         let dtype = dtype.to_owned();
-        Error::Parameters(ParameterError::UnknownDtype { name, dtype })
+        Error::UnknownDtype { name, dtype }
     })
 }
 

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use core_types::{Placement, WorldSize};
+use core_types::{Placement, WorldSize, human::Printable};
 
 use super::parameter::PlannedParameter;
 use crate::{
     cut::Cut,
-    error::{CutError, Error, ParameterError, Result},
+    error::{Error, Result},
     param::{ParameterInfo, groups::NamedGroups},
 };
 
@@ -16,21 +16,20 @@ pub(crate) fn check_cuts(parameters: &[PlannedParameter], group: WorldSize) -> R
     for parameter in parameters {
         let info = parameter.info();
         let cut = parameter.cut();
-        let name = || info.name().to_owned();
         if info.tied_to().is_some() != (cut == Cut::Tied) {
             let reason = match info.tied_to() {
                 Some(_) => "is tied, but the plan treats it as untied",
                 None => "is untied, but the plan treats it as tied",
             };
-            return Err(Error::Cut(CutError::Contradicts { name: name(), reason }));
+            return Err(invalid_cut(info, reason));
         }
         if info.always_gather() && !matches!(cut, Cut::Replicated | Cut::Tied) {
             let reason = "must always be gathered, but the plan cuts it";
-            return Err(Error::Cut(CutError::Contradicts { name: name(), reason }));
+            return Err(invalid_cut(info, reason));
         }
         match cut {
             Cut::Dim0 if info.shape().is_empty() => {
-                return Err(Error::Cut(CutError::Scalar { name: name() }));
+                return Err(Error::Scalar { name: info.name().to_owned() });
             }
             Cut::Dim0 => check_blocks(info, info.row_numel(), group)?,
             Cut::Flat { .. } | Cut::FlatAligned { .. } => check_blocks(info, 1, group)?,
@@ -49,11 +48,14 @@ fn check_blocks(info: &ParameterInfo, item_numel: u64, group: WorldSize) -> Resu
     if group == WorldSize::ONE || item_numel.is_multiple_of(info.dtype().block_numel()) {
         return Ok(());
     }
-    Err(Error::Cut(CutError::SplitsBlock {
-        name: info.name().to_owned(),
-        shape: info.shape().to_vec(),
-        dtype: info.dtype(),
-    }))
+    let reason = format!(
+        "of shape {:?} would be cut within a block of {} elements ({}); use a ragged layout, which keeps \
+         blocks whole",
+        info.shape(),
+        info.dtype().block_numel(),
+        info.dtype()
+    );
+    Err(invalid_cut(info, reason))
 }
 
 /// Checks that a granule consists of whole blocks and rounds up from within it.
@@ -63,12 +65,11 @@ fn check_granules(info: &ParameterInfo, granule: u64, round_up_from: u64) -> Res
     if has_whole_blocks && (1..=granule).contains(&round_up_from) {
         return Ok(());
     }
-    Err(Error::Cut(CutError::InvalidGranule {
-        name: info.name().to_owned(),
-        dtype,
-        granule,
-        round_up_from,
-    }))
+    let reason = format!(
+        "has invalid granules of {granule} bytes that round up from byte {round_up_from}: a granule must \
+         be whole blocks of {dtype} and round up from a byte between 1 and its size"
+    );
+    Err(invalid_cut(info, reason))
 }
 
 /// Checks that every tied parameter matches its target.
@@ -89,11 +90,8 @@ pub(crate) fn check_ties<'a>(
             }
             Some(_) => continue,
         };
-        return Err(Error::Parameters(ParameterError::InvalidTie {
-            name: info.name().to_owned(),
-            target: target.to_owned(),
-            reason,
-        }));
+        let reason = format!("cannot be tied to {}: {reason}", Printable(target));
+        return Err(Error::InvalidParameter { name: info.name().to_owned(), reason });
     }
     Ok(())
 }
@@ -176,18 +174,12 @@ impl<'a> BufferState<'a> {
         (offset, len): (u64, u64),
         (expected_offset, expected_len): (u64, u64),
     ) -> Error {
-        Error::Cut(CutError::MisplacedParameter {
-            unit: if self.kind == BufferKind::Wrapped {
-                String::new()
-            } else {
-                info.unit().to_owned()
-            },
-            name: info.name().to_owned(),
-            offset,
-            len,
-            expected_offset,
-            expected_len,
-        })
+        let unit = if self.kind == BufferKind::Wrapped { "" } else { info.unit() };
+        let reason = format!(
+            "is at offset {offset} of {len} in the buffer of unit {unit:?}, expected offset \
+             {expected_offset} of {expected_len}"
+        );
+        invalid_cut(info, reason)
     }
 }
 
@@ -200,10 +192,15 @@ fn check_same_kind(first: &ParameterInfo, second: &ParameterInfo) -> Result<()> 
     } else {
         return Ok(());
     };
-    Err(Error::Cut(CutError::UnitMismatch {
-        unit: first.unit().to_owned(),
-        first: first.name().to_owned(),
-        second: second.name().to_owned(),
-        property,
-    }))
+    let reason = format!(
+        "of unit {:?} differs from {} in {property}, so they cannot share a flat buffer; use the dim-0 \
+         layout, separate units, or gather one of them always",
+        first.unit(),
+        Printable(first.name())
+    );
+    Err(invalid_cut(second, reason))
+}
+
+fn invalid_cut(info: &ParameterInfo, reason: impl Into<String>) -> Error {
+    Error::InvalidCut { name: info.name().to_owned(), reason: reason.into() }
 }

@@ -13,7 +13,7 @@ pub use self::parameter::PlannedParameter;
 pub(crate) use self::shards::ShardsOfRank;
 use crate::{
     cut::{Cut, ShardAssignment},
-    error::{Error, ParameterError, Result},
+    error::{Error, Result},
     param::{groups::NamedGroups, name_index::NameIndex},
 };
 
@@ -65,15 +65,15 @@ impl ShardingPlan {
     ///
     /// # Errors
     ///
-    /// - [`ParameterError::Empty`] or [`ParameterError::DuplicateName`];
-    /// - [`Error::Cut`] if a parameter that must always be gathered is not [`Cut::Replicated`], if a
+    /// - [`Error::NoParameters`], or [`Error::InvalidParameter`] if two have one name;
+    /// - [`Error::InvalidCut`] if a parameter that must always be gathered is not [`Cut::Replicated`], if a
     ///   tied parameter is not [`Cut::Tied`], or if an untied one is;
-    /// - [`ParameterError::InvalidTie`] if the target of a tied parameter does not exist, is tied
+    /// - [`Error::InvalidParameter`] if the target of a tied parameter does not exist, is tied
     ///   to another parameter, or differs in shape, dtype or unit;
-    /// - [`Error::Cut`] if a parameter without dims is cut along dim 0, or if a cut would split a block
-    ///   of a dtype;
+    /// - [`Error::Scalar`] if a parameter without dims is cut along dim 0, [`Error::InvalidCut`] if a cut
+    ///   would split a block of a dtype;
     /// - [`Error::World`] if an owner is not a rank of the world;
-    /// - [`Error::Cut`] if parameters of a flat buffer differ in dtype or in `requires_grad`, or if
+    /// - [`Error::InvalidCut`] if parameters of a flat buffer differ in dtype or in `requires_grad`, or if
     ///   parameters of a buffer are not contiguous in the order given.
     pub fn new(
         strategy: impl Into<String>,
@@ -81,16 +81,13 @@ impl ShardingPlan {
         parameters: Vec<PlannedParameter>,
     ) -> Result<Self> {
         if parameters.is_empty() {
-            return Err(Error::Parameters(ParameterError::Empty));
+            return Err(Error::NoParameters);
         }
         let info = |position: usize| parameters[position].info();
         let names = NameIndex::new(parameters.len(), |position| {
             (info(position).name_hash(), info(position).name())
         })
-        .map_err(|duplicate| {
-            let name = info(duplicate).name().to_owned();
-            Error::Parameters(ParameterError::DuplicateName { name })
-        })?;
+        .map_err(|duplicate| Error::listed_twice(info(duplicate).name()))?;
         check::check_cuts(&parameters, world_size)?;
         check::check_ties(&parameters, |wanted| {
             let position = names.find(wanted, |position| info(position).name())?;

@@ -8,7 +8,7 @@ use serde::{
 };
 
 use crate::{
-    error::{Error, ParameterError, Result},
+    error::{Error, Result},
     param::{ParameterInfo, name_index::NameIndex},
 };
 
@@ -88,9 +88,7 @@ impl<'de, E: NamedEntry + Deserialize<'de>> Visitor<'de> for JsonEntriesVisitor<
 pub(super) fn check_unique<'a>(len: usize, name: impl Fn(usize) -> (u64, &'a str)) -> Result<()> {
     match NameIndex::new(len, &name) {
         Ok(_) => Ok(()),
-        Err(position) => Err(Error::Parameters(ParameterError::DuplicateName {
-            name: name(position).1.to_owned(),
-        })),
+        Err(position) => Err(Error::listed_twice(name(position).1)),
     }
 }
 

@@ -21,7 +21,7 @@ use crate::{
 ///
 /// - The errors of `read`;
 /// - [`SourceError::Malformed`];
-/// - [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) if a tensor is listed twice;
+/// - [`Error::InvalidParameter`] if a tensor is listed twice;
 /// - [`SourceError::Index`] if a file is not a plain name, since a downloaded index must not reach other folders, if a
 ///   file has a tensor that the index does not list for it, or if it lacks one that the index lists.
 ///

@@ -18,9 +18,8 @@ use crate::{
 /// # Errors
 ///
 /// [`SourceError::Malformed`](crate::SourceError::Malformed),
-/// [`ParameterError::UnknownDtype`](crate::ParameterError::UnknownDtype),
-/// [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) or
-/// [`ParameterError::InvalidShape`](crate::ParameterError::InvalidShape).
+/// [`Error::UnknownDtype`](crate::Error::UnknownDtype) or
+/// [`Error::InvalidParameter`](crate::Error::InvalidParameter).
 ///
 /// # Examples
 ///

@@ -140,10 +140,7 @@ impl SafetensorsHeader {
     ///
     /// - [`SourceError::Header`] if the header is too long or ends early, or if tensors overlap, leave gaps,
     ///   or do not match their shape;
-    /// - [`SourceError::Malformed`],
-    ///   [`ParameterError::UnknownDtype`](crate::ParameterError::UnknownDtype),
-    ///   [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) or
-    ///   [`ParameterError::InvalidShape`](crate::ParameterError::InvalidShape);
+    /// - [`SourceError::Malformed`], [`Error::UnknownDtype`] or [`Error::InvalidParameter`];
     /// - [`Error::TotalTooLarge`] if the end of a tensor exceeds 64 bits.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let text = header_text(bytes)?;

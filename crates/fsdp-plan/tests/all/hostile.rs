@@ -169,7 +169,8 @@ fn try_case(seed: Seed, case: u64) -> bool {
         let _ = PlanDiff::new(&plan, &other_plan).to_string();
     }
     if world.as_u64() <= 1024 {
-        drop(Search::new(world, draw.size()).with_model(draw.model()).run(&parameters));
+        let search = Search { world_size: world, budget_bytes: draw.size(), model: draw.model() };
+        drop(search.run(&parameters));
     }
     true
 }

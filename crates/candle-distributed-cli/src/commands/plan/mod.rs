@@ -197,8 +197,8 @@ fn make_plan(
     model: &CostModel,
 ) -> Result<ShardingPlan> {
     if let (true, Some(budget)) = (args.search, args.budget) {
-        let search = Search::new(world_size, budget).with_model(*model);
-        return Ok(model::in_file(&args.model, search.run(parameters))?.into_candidate().plan);
+        let search = Search { world_size, budget_bytes: budget, model: *model };
+        return Ok(model::in_file(&args.model, search.run(parameters))?.plan);
     }
     let strategy = Hsdp::new(strategy.planner(), args.sharding.replicas());
     let planned = strategy.plan(parameters, world_size);

@@ -6,7 +6,7 @@ use fsdp_plan::{
     Cut, ElemType, ParameterInfo, PlannedParameter, ShardingPlan,
     cost::{Collectives, CostModel, Links, Optimizer, PlanCost},
     report::PlanReport,
-    search::{Search, SearchOutcome},
+    search::Search,
     strategy::{
         Full, Hsdp, Hybrid, LayerSharing, LayerWise, Layout, ShardingStrategy, WholeTensor,
     },
@@ -369,17 +369,16 @@ fn search_agrees_with_exhaustive_search() {
         for budget in (0..3000).step_by(50) {
             let fitting = costs.iter().filter(|cost| cost.peak_bytes() <= budget.into());
             let fastest = fitting.filter_map(|cost| cost.step_seconds).min_by(f64::total_cmp);
-            match (Search::new(world_size, budget).run(&parameters).unwrap(), fastest) {
-                (SearchOutcome::Fits(found), Some(fastest)) => {
-                    assert!(found.cost.peak_bytes() <= budget.into());
-                    assert!(found.cost.step_seconds.unwrap() <= fastest);
-                    assert_eq!(found.plan.cost(&model).unwrap(), found.cost);
-                }
-                (SearchOutcome::Missing { bytes, .. }, None) => {
-                    let smallest = costs.iter().map(PlanCost::peak_bytes).min().unwrap();
-                    assert_eq!(smallest, u128::from(budget + bytes));
-                }
-                (outcome, fastest) => panic!("{outcome:?} where {fastest:?}"),
+            let search = Search { world_size, budget_bytes: budget, model: CostModel::default() };
+            let found = search.run(&parameters).unwrap();
+            if let Some(fastest) = fastest {
+                assert_eq!(found.missing_bytes, 0);
+                assert!(found.cost.peak_bytes() <= budget.into());
+                assert!(found.cost.step_seconds.unwrap() <= fastest);
+                assert_eq!(found.plan.cost(&model).unwrap(), found.cost);
+            } else {
+                let smallest = costs.iter().map(PlanCost::peak_bytes).min().unwrap();
+                assert_eq!(smallest, u128::from(budget + found.missing_bytes));
             }
         }
     }

@@ -3,7 +3,7 @@
 use std::io::{self, Read};
 
 use fsdp_plan::{
-    ElemType, Error, ParameterError, ParameterInfo, Result, SourceError,
+    ElemType, Error, ParameterInfo, Result, SourceError,
     source::{from_index, from_manifest, from_safetensors},
     support::{MAX_HEADER_LEN, SafetensorsHeader, header_len},
 };
@@ -250,7 +250,7 @@ fn hostile_nesting_is_rejected() {
 
 #[test]
 fn duplicate_tensors_are_rejected() {
-    let twice = Error::Parameters(ParameterError::DuplicateName { name: "a".into() });
+    let twice = Error::InvalidParameter { name: "a".into(), reason: "is listed twice".into() };
     let entry = r#""a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}"#;
     assert_eq!(read(&format!("{{{entry}, {entry}}}")), Err(twice.clone()));
     assert_eq!(from_manifest(&format!("{{{entry}, {entry}}}")), Err(twice.clone()));
@@ -261,22 +261,15 @@ fn duplicate_tensors_are_rejected() {
 #[test]
 fn unknown_dtypes_are_named() {
     let error = from_manifest(r#"{"a": {"dtype": "Q3_X", "shape": [1]}}"#).unwrap_err();
-    assert_eq!(
-        error,
-        Error::Parameters(ParameterError::UnknownDtype { name: "a".into(), dtype: "Q3_X".into() })
-    );
+    assert_eq!(error, Error::UnknownDtype { name: "a".into(), dtype: "Q3_X".into() });
     assert_eq!(error.to_string(), r#"tensor a has unknown dtype "Q3_X""#);
 }
 
 #[test]
 fn overflowing_shapes_are_rejected() {
     for shape in [vec![u64::MAX, 2], vec![1 << 62], vec![1 << 40, 0, 1 << 40]] {
-        let error = Error::Parameters(ParameterError::InvalidShape {
-            name: "a".into(),
-            shape: shape.clone(),
-            dtype: ElemType::F32,
-            reason: "exceeds 18446744073709551615 bytes",
-        });
+        let reason = format!("of shape {shape:?} and dtype F32 exceeds {} bytes", u64::MAX);
+        let error = Error::InvalidParameter { name: "a".into(), reason };
         assert_eq!(ParameterInfo::new("a", shape.clone(), ElemType::F32), Err(error.clone()));
         assert_eq!(
             from_manifest(&format!(r#"{{"a": {{"dtype": "F32", "shape": {shape:?}}}}}"#)),
