@@ -47,7 +47,7 @@ pub mod support {
     pub use crate::{
         cost::{
             schedule::{Calls, HandedOver, Schedule, UnitSchedule},
-            transfer::{CollectiveKind, Transfer, TransferScope},
+            transfer::{Transfer, TransferScope},
         },
         source::safetensors::{
             MAX_HEADER_LEN, PREFIX_LEN, SafetensorsHeader, StoredTensor, header_len,

@@ -254,12 +254,12 @@ impl StoredWeights {
                 self.files_beside.insert(name.to_owned(), Checksum::parse(digits));
             }
         }
-        for tensor in header.tensors() {
+        for tensor in &header.tensors {
             let shape = tensor.info.shape().to_vec();
             let items = StoredItems::new(&file, tensor, metadata)?;
             self.tensors.insert(tensor.info.name().to_owned(), ShapedItems { shape, items });
         }
-        Ok(header.tensors().iter().map(|tensor| tensor.info.clone()).collect())
+        Ok(header.tensors.iter().map(|tensor| tensor.info.clone()).collect())
     }
 
     /// Adds the tensors of the files in an index, and checks the index.

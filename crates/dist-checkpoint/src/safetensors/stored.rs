@@ -278,7 +278,7 @@ pub(crate) fn header_checksum(mut bytes: Vec<u8>, stored: Checksum) -> Option<Ch
 ///
 /// [`Error::Damaged`].
 pub(crate) fn check_extent(path: &Path, header: &SafetensorsHeader, found: u64) -> Result<()> {
-    let described = header.file_len();
+    let described = header.file_len;
     if described == found {
         return Ok(());
     }

@@ -269,7 +269,7 @@ impl<'a> UnitSchedule<'a> {
     }
 
     /// Returns the existing transfers, each with its kind.
-    pub fn transfers(&self) -> impl Iterator<Item = (CollectiveKind, &Transfer)> {
+    fn transfers(&self) -> impl Iterator<Item = (CollectiveKind, &Transfer)> {
         let Self { unit: _, all_gather, reduce_scatter, all_reduce_parts, all_reduce_copies } =
             self;
         let kinds = [

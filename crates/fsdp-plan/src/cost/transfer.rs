@@ -42,10 +42,8 @@ pub enum TransferScope {
 }
 
 /// The kind of a collective.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum CollectiveKind {
+#[derive(Clone, Copy, Debug)]
+pub(super) enum CollectiveKind {
     /// The parts of all ranks go to every rank.
     AllGather,
     /// Sums go to the ranks that own them.
@@ -56,7 +54,7 @@ pub enum CollectiveKind {
 
 impl Transfer {
     /// Returns true if anything is sent, that is, among more than one rank.
-    pub fn is_sent(&self) -> bool {
+    pub(super) fn is_sent(&self) -> bool {
         self.ranks > 1
     }
 }

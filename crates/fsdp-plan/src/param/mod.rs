@@ -216,8 +216,7 @@ impl ParameterInfo {
     }
 
     /// Returns true if every rank keeps a full copy.
-    #[doc(hidden)]
-    pub fn always_gather(&self) -> bool {
+    pub(crate) fn always_gather(&self) -> bool {
         self.0.always_gather
     }
 

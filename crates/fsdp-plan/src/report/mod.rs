@@ -50,11 +50,13 @@ use crate::{
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct PlanReport<'a> {
     #[serde(flatten)]
     pub(crate) plan: &'a ShardingPlan,
+    /// Cost of the plan.
     #[serde(flatten)]
-    pub(crate) cost: PlanCost,
+    pub cost: PlanCost,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) layer_balance: Option<LayerBalance>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -141,12 +143,6 @@ impl<'a> PlanReport<'a> {
         self.process =
             Some(ProcessReport { slots, peak_bytes: self.cost.process_peak_bytes(slots) });
         self
-    }
-
-    /// Returns the cost.
-    #[doc(hidden)]
-    pub fn cost(&self) -> &PlanCost {
-        &self.cost
     }
 }
 

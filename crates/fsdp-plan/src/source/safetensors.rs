@@ -91,10 +91,10 @@ pub fn from_safetensors(bytes: &[u8]) -> Result<Vec<ParameterInfo>> {
 /// file.extend([1.5_f32, 2.5].map(f32::to_le_bytes).as_flattened());
 ///
 /// let header = SafetensorsHeader::read(&file[..])?;
-/// assert_eq!(header.file_len(), file.len() as u64);
+/// assert_eq!(header.file_len, file.len() as u64);
 /// assert_eq!(header.metadata()?["step"], "7");
 ///
-/// let bias = &header.tensors()[0];
+/// let bias = &header.tensors[0];
 /// assert_eq!((bias.info.name(), bias.info.shape()), ("bias", &[2][..]));
 /// let start = usize::try_from(bias.range.start).unwrap();
 /// assert_eq!(file[start..][..4], 1.5_f32.to_le_bytes());
@@ -102,9 +102,11 @@ pub fn from_safetensors(bytes: &[u8]) -> Result<Vec<ParameterInfo>> {
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct SafetensorsHeader {
-    tensors: Vec<StoredTensor>,
+    /// Tensors in the order of the file.
+    pub tensors: Vec<StoredTensor>,
     metadata: Option<HeaderMetadata>,
-    file_len: u64,
+    /// Length of the file, which ends with its last tensor.
+    pub file_len: u64,
 }
 
 /// A tensor of a safetensors file.
@@ -164,11 +166,6 @@ impl SafetensorsHeader {
         Ok(Self { tensors: tensors.collect(), metadata, file_len })
     }
 
-    /// Returns the tensors in the order of the file.
-    pub fn tensors(&self) -> &[StoredTensor] {
-        &self.tensors
-    }
-
     /// Returns the entry `__metadata__`, empty if there is none.
     ///
     /// # Errors
@@ -184,11 +181,6 @@ impl SafetensorsHeader {
                 Err(Error::Source(SourceError::Malformed { what: HEADER, reason }))
             }
         }
-    }
-
-    /// Returns the length of the file, which ends with its last tensor.
-    pub fn file_len(&self) -> u64 {
-        self.file_len
     }
 }
 

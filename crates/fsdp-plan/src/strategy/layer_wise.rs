@@ -20,7 +20,7 @@ use crate::{
 /// as pipeline stages need, with the smallest possible largest share. In both cases no rank stays
 /// without a layer while another rank has two.
 ///
-/// [`ShardingPlan::layer_balance`] compares the largest share with a proven lower bound.
+/// A [`PlanReport`](crate::report::PlanReport) compares the largest share with a proven lower bound.
 ///
 /// # Examples
 ///
@@ -39,8 +39,6 @@ use crate::{
 /// let plan = LayerWise::default().plan(&parameters, world_size)?;
 /// assert!(matches!(plan.parameters()[0].cut(), Cut::Whole { owner } if owner.as_u64() == 0));
 /// assert_eq!(plan.parameters()[1].cut(), plan.parameters()[2].cut());
-/// // Two of three layers must share a rank.
-/// assert_eq!(plan.layer_balance().unwrap().lower_bound, 16);
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -61,16 +59,15 @@ pub enum LayerSharing {
 }
 
 /// The balance of whole layers over ranks, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-#[non_exhaustive]
-pub struct LayerBalance {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct LayerBalance {
     /// Largest share of a rank.
-    pub largest: u64,
+    pub(crate) largest: u64,
     /// Lower bound of the largest share of any assignment of whole layers. The optimum may be above
     /// it.
-    pub lower_bound: u64,
+    pub(crate) lower_bound: u64,
     /// Share of every rank if layers could be cut, rounded up.
-    pub if_cut: u64,
+    pub(crate) if_cut: u64,
 }
 
 impl LayerWise {
@@ -171,8 +168,7 @@ impl ShardingPlan {
     ///
     /// Returns `None` if the plan has no whole layers, if a layer has several owners, or if the
     /// bytes exceed 64 bits.
-    #[doc(hidden)]
-    pub fn layer_balance(&self) -> Option<LayerBalance> {
+    pub(crate) fn layer_balance(&self) -> Option<LayerBalance> {
         let mut infos = Vec::new();
         let mut ranks = Vec::new();
         for parameter in self.parameters() {

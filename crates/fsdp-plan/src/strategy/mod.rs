@@ -10,11 +10,12 @@ mod whole_tensor;
 
 use core_types::WorldSize;
 
+pub(crate) use self::layer_wise::LayerBalance;
 pub use self::{
     full::Full,
     hsdp::Hsdp,
     hybrid::{Choice, Hybrid, HybridRule, Matches},
-    layer_wise::{LayerBalance, LayerSharing, LayerWise},
+    layer_wise::{LayerSharing, LayerWise},
     layout::Layout,
     whole_tensor::WholeTensor,
 };

@@ -166,7 +166,7 @@ fn report(args: &PlanArgs, Planned { plan, model, rules, run }: Planned) -> Resu
         }
         FormatArg::Json => output::json(&answer),
         FormatArg::Svg => {
-            let drawing = svg::draw(&plan, answer.report.cost(), args.budget)?;
+            let drawing = svg::draw(&plan, &answer.report.cost, args.budget)?;
             output::text(|out| out.write_all(drawing.as_bytes()))
         }
     }
@@ -174,7 +174,7 @@ fn report(args: &PlanArgs, Planned { plan, model, rules, run }: Planned) -> Resu
 
 /// Prints a hint if the plan does not fit into the budget.
 fn advise(args: &PlanArgs, report: &PlanReport<'_>) {
-    if args.budget.is_some_and(|budget| report.cost().peak_bytes() > budget.into()) {
+    if args.budget.is_some_and(|budget| report.cost.peak_bytes() > budget.into()) {
         output::hint(if args.search { NOTHING_FITS } else { MAY_FIT });
     }
 }

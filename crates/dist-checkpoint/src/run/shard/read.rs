@@ -67,7 +67,7 @@ pub(in crate::run) fn parse(
     stored::check(path, expected.header, Checksum::compute(&bytes), || FilePart::Header)?;
     let file: Arc<Path> = path.into();
     let pieces: Result<_> =
-        header.tensors().iter().map(|tensor| TensorPiece::new(&file, tensor, texts)).collect();
+        header.tensors.iter().map(|tensor| TensorPiece::new(&file, tensor, texts)).collect();
     let pieces = pieces?;
     Ok((header, pieces))
 }

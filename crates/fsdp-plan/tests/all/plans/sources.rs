@@ -164,9 +164,9 @@ fn header_has_ranges_and_file_length() {
     let data_start = bytes.len() as u64;
     let parsed = SafetensorsHeader::parse(&bytes).unwrap();
     let places: Vec<_> =
-        parsed.tensors().iter().map(|tensor| (tensor.info.name(), tensor.range.clone())).collect();
+        parsed.tensors.iter().map(|tensor| (tensor.info.name(), tensor.range.clone())).collect();
     assert_eq!(places, [("a", data_start..data_start + 3), ("b", data_start + 3..data_start + 11)]);
-    assert_eq!(parsed.file_len(), data_start + 11);
+    assert_eq!(parsed.file_len, data_start + 11);
     assert_eq!(
         parsed.metadata().unwrap().iter().collect::<Vec<_>>(),
         [(&"step".into(), &"7".into())]
