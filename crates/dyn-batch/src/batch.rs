@@ -53,7 +53,7 @@ impl Batch {
     ///
     /// # Errors
     ///
-    /// [`Error::TensorTooLarge`] if rows × padded length exceeds 64 bits.
+    /// [`Error::InvalidTensor`] if rows × padded length exceeds 64 bits.
     ///
     /// # Examples
     ///
@@ -77,7 +77,7 @@ impl Batch {
         let rows = indices.len() as u64;
         let padded_length = lengths.iter().copied().max().unwrap_or(0);
         if rows.checked_mul(padded_length).is_none() {
-            return Err(Error::TensorTooLarge { rows, padded_length, n_features: 1 });
+            return Err(Error::tensor_too_large(rows, padded_length, 1));
         }
         // The sum is at most the product.
         Ok(Self { indices, rows, padded_length, real_tokens: lengths.iter().sum() })
@@ -154,8 +154,7 @@ mod tests {
     fn sizes_beyond_64_bits_are_rejected() {
         let batch = |n| Batch::from_indices(0..n, |_| u64::MAX);
         assert_eq!(batch(1).unwrap().real_tokens, u64::MAX);
-        let expected = Error::TensorTooLarge { rows: 2, padded_length: u64::MAX, n_features: 1 };
-        assert_eq!(batch(2).unwrap_err(), expected);
+        assert_eq!(batch(2).unwrap_err(), Error::tensor_too_large(2, u64::MAX, 1));
         assert_eq!(batch(0).unwrap().padded_tokens(), 0);
     }
 

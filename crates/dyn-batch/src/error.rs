@@ -24,37 +24,11 @@ pub enum Error {
         "the dynamic strategy has no token budget, set max_tokens, or max_batch_size and max_sequence_length"
     )]
     NoTokenBudget,
-    /// The budget of the dynamic strategy exceeds 64 bits.
-    #[error(
-        "a token budget of {max_batch_size} × {max_sequence_length} is above the limit of {}",
-        u64::MAX
-    )]
-    TokenBudgetOverflow {
-        /// First factor of the budget.
-        max_batch_size: u64,
-        /// Second factor of the budget.
-        max_sequence_length: u64,
-    },
-    /// The multiple of the batch size exceeds a limit.
-    #[error("batch_size_multiple {multiple} is above {setting} {limit}")]
-    MultipleOverLimit {
-        /// Requested multiple.
-        multiple: u64,
-        /// Name of the limit.
-        setting: &'static str,
-        /// Value of the limit.
-        limit: u64,
-    },
-    /// Packed rows have no length.
-    #[error("packed rows have no length, set max_tokens")]
-    NoRowLength,
-    /// Two settings exclude each other.
-    #[error("{setting} cannot be used with {other}")]
-    Conflict {
-        /// Name of a setting.
-        setting: &'static str,
-        /// The other setting, and what to use instead.
-        other: &'static str,
+    /// Settings contradict each other.
+    #[error("{reason}")]
+    InvalidConfig {
+        /// What is wrong, with the value and the limit.
+        reason: String,
     },
     /// A count is too large for a table in memory, or for the time of resuming.
     #[error("{count} {what} are above the limit of {limit}")]
@@ -65,14 +39,6 @@ pub enum Error {
         what: &'static str,
         /// Limit on the count.
         limit: u64,
-    },
-    /// Bucket boundaries do not ascend.
-    #[error("bucket boundary {boundary} is followed by {next}, boundaries must ascend")]
-    BoundariesNotAscending {
-        /// A boundary.
-        boundary: u64,
-        /// Next boundary.
-        next: u64,
     },
 
     // Sequences that fit no batch.
@@ -105,29 +71,13 @@ pub enum Error {
         /// Token budget, `u64::MAX` if unset.
         max_tokens: u64,
     },
-    /// The smallest batch with this sequence exceeds the cost limit.
-    #[error(
-        "a batch of {multiple} with sequence {index} of length {length} is above max_cost {max_cost}"
-    )]
-    SequenceOverCost {
+    /// A sequence is above the last bucket boundary, or above the cost of a batch.
+    #[error("{reason}")]
+    SequenceMisfit {
         /// Index of the sequence.
         index: u64,
-        /// Length of the sequence, after truncation.
-        length: u64,
-        /// Size of the smallest batch.
-        multiple: u64,
-        /// Limit on the cost of a batch.
-        max_cost: u64,
-    },
-    /// A sequence is longer than the last bucket boundary.
-    #[error("sequence {index} of length {length} is above the last bucket boundary {largest}")]
-    NoBucket {
-        /// Index of the sequence.
-        index: u64,
-        /// Length of the sequence.
-        length: u64,
-        /// Last boundary.
-        largest: u64,
+        /// What is wrong, with the value and the limit.
+        reason: String,
     },
 
     // Invalid data sets and orders.
@@ -150,35 +100,11 @@ pub enum Error {
     },
 
     // Steps of several ranks.
-    /// A setting is not a multiple of the batch size multiple.
-    #[error("{setting} {value} is not a multiple of batch_size_multiple {multiple}")]
-    NotAMultiple {
-        /// Name of the setting.
-        setting: &'static str,
-        /// Value of the setting.
-        value: u64,
-        /// Batch size multiple.
-        multiple: u64,
-    },
-    /// A global batch has too few sequences for the micro-batches of a step.
-    #[error("{sequences} sequences in groups of {multiple} cannot fill {cells} micro-batches")]
-    CannotFillGrid {
-        /// Number of sequences in a step.
-        sequences: u64,
-        /// Batch size multiple.
-        multiple: u64,
-        /// Number of micro-batches of all ranks in a step.
-        cells: u64,
-    },
-    /// The limits of batches do not allow as few micro-batches as a step has.
-    #[error("{sequences} sequences need {needed} micro-batches, above the {cells} of a step")]
-    GridTooSmall {
-        /// Number of sequences in the step.
-        sequences: u64,
-        /// Number of micro-batches that they need.
-        needed: u64,
-        /// Number of micro-batches of all ranks.
-        cells: u64,
+    /// The sequences of a step do not fill its grid, or do not fit into it.
+    #[error("{reason}")]
+    GridMisfit {
+        /// Numbers of sequences and micro-batches.
+        reason: String,
     },
     /// There are too few sequences for a batch per rank in every step.
     #[error("{n_batches} batches cannot be split into equally many for each of {world_size} ranks")]
@@ -198,54 +124,34 @@ pub enum Error {
     },
 
     // Tensors.
-    /// A tensor exceeds the address space.
-    #[error(
-        "a tensor of {rows} x {padded_length} x {n_features} elements is larger than the address space"
-    )]
-    TensorTooLarge {
-        /// Number of rows.
-        rows: u64,
-        /// Length of a row.
-        padded_length: u64,
-        /// Elements per token.
-        n_features: u64,
-    },
-    /// A packed batch, with several sequences per row, cannot be padded.
-    #[error("{rows} rows cannot hold {sequences} sequences, use Collator::pack for packed batches")]
-    PackedBatch {
-        /// Number of sequences.
-        sequences: u64,
-        /// Number of rows.
-        rows: u64,
-    },
-    /// A field has a number of items that does not match the tokens of its sequence.
-    #[error("sequence {index} has {items} items and {tokens} tokens, expected {expected} items")]
-    FieldLength {
-        /// Index of the sequence.
-        index: u64,
-        /// Items of the field for this sequence.
-        items: u64,
-        /// Tokens of the sequence.
-        tokens: u64,
-        /// Expected items: one per token, or one per token and feature.
-        expected: u64,
-    },
-    /// The sequences of a batch have more tokens than the batch counts, or than their row has places.
-    #[error(
-        "sequences of {tokens} tokens are above the {limit} of {holder}: set \
-         Collator::with_max_sequence_length to truncate"
-    )]
-    TooManyTokens {
-        /// Tokens of the sequences.
-        tokens: u64,
-        /// Tokens that the batch counts, or length of the row.
-        limit: u64,
-        /// Batch or row.
-        holder: &'static str,
+    /// A tensor exceeds the address space, or sequences do not have the lengths that their batch counts.
+    #[error("{reason}")]
+    InvalidTensor {
+        /// What is wrong, with the value and the limit.
+        reason: String,
     },
 }
 
 /// Returns the note of a message on a length that padding increases, or an empty string.
+impl Error {
+    /// Makes the error of settings that contradict each other.
+    pub(crate) fn config(reason: impl Into<String>) -> Self {
+        Self::InvalidConfig { reason: reason.into() }
+    }
+
+    /// Makes the error of two settings that exclude each other.
+    pub(crate) fn conflict(setting: &str, other: &str) -> Self {
+        Self::config(format!("{setting} cannot be used with {other}"))
+    }
+
+    /// Makes the error of a tensor that is too large.
+    pub(crate) fn tensor_too_large(rows: u64, padded_length: u64, n_features: u64) -> Self {
+        let size = format!("{rows} x {padded_length} x {n_features}");
+        let reason = format!("a tensor of {size} elements is larger than the address space");
+        Self::InvalidTensor { reason }
+    }
+}
+
 fn padding_note(length: u64, padded_length: u64) -> String {
     if padded_length == length { String::new() } else { format!(" ({padded_length} with padding)") }
 }

@@ -205,14 +205,21 @@ impl BatchLimits {
         let multiple = self.config.batch_size_multiple;
         let max_tokens = self.max_tokens;
         if let Some(largest) = self.last_boundary().filter(|&largest| largest < length) {
-            return Error::NoBucket { index, length, largest };
+            let reason = format!(
+                "sequence {index} of length {length} is above the last bucket boundary {largest}"
+            );
+            return Error::SequenceMisfit { index, reason };
         }
         let padded_length = self.checked_padded_length(length);
         let padded_tokens = padded_length.and_then(|padded| padded.checked_mul(multiple));
         let is_in_budget = padded_tokens.is_some_and(|tokens| tokens <= max_tokens);
         match self.config.max_cost {
             Some(max_cost) if is_in_budget => {
-                Error::SequenceOverCost { index, length, multiple, max_cost }
+                let reason = format!(
+                    "a batch of {multiple} with sequence {index} of length {length} is above max_cost \
+                     {max_cost}"
+                );
+                Error::SequenceMisfit { index, reason }
             }
             Some(_) | None => {
                 let padded_length = padded_length.unwrap_or(u64::MAX);
@@ -354,7 +361,7 @@ fn check_nonzero(config: &BatchConfig) -> Result<()> {
 fn check_strategy(config: &BatchConfig) -> Result<()> {
     if config.fixed_shapes && config.strategy.buckets().is_none() {
         let other = "a strategy without buckets";
-        return Err(Error::Conflict { setting: "fixed_shapes", other });
+        return Err(Error::conflict("fixed_shapes", other));
     }
     match &config.strategy {
         DynamicBatchStrategy::Bucket(buckets) => buckets.check(),
@@ -372,10 +379,12 @@ fn check_packing(config: &BatchConfig, packing: Packing) -> Result<()> {
         ("length_multiple", config.length_multiple != 1),
     ] {
         if is_set {
-            return Err(Error::Conflict { setting, other: "packed rows" });
+            return Err(Error::conflict(setting, "packed rows"));
         }
     }
-    let max_tokens = config.max_tokens.ok_or(Error::NoRowLength)?;
+    let max_tokens = config
+        .max_tokens
+        .ok_or_else(|| Error::config("packed rows have no length, set max_tokens"))?;
     let limit = match packing {
         Packing::BestFit | Packing::MinimumSlack => MAX_ROW_LENGTH,
         Packing::InOrder { .. } => UNLIMITED,
@@ -401,9 +410,12 @@ fn size_limits(config: &BatchConfig) -> Result<(u64, u64)> {
 fn implied_budget(config: &BatchConfig) -> Result<u64> {
     let factors = config.max_batch_size.zip(config.max_sequence_length);
     let (max_batch_size, max_sequence_length) = factors.ok_or(Error::NoTokenBudget)?;
-    max_batch_size
-        .checked_mul(max_sequence_length)
-        .ok_or(Error::TokenBudgetOverflow { max_batch_size, max_sequence_length })
+    max_batch_size.checked_mul(max_sequence_length).ok_or_else(|| {
+        Error::config(format!(
+            "a token budget of {max_batch_size} × {max_sequence_length} is above the limit of {}",
+            u64::MAX
+        ))
+    })
 }
 
 fn check_multiple(config: &BatchConfig, max_tokens: u64) -> Result<()> {
@@ -414,7 +426,8 @@ fn check_multiple(config: &BatchConfig, max_tokens: u64) -> Result<()> {
     let limits = [("max_batch_size", config.max_batch_size), ("max_tokens", Some(max_tokens))];
     for (setting, limit) in limits {
         if let Some(limit) = limit.filter(|&limit| limit < multiple) {
-            return Err(Error::MultipleOverLimit { multiple, setting, limit });
+            let reason = format!("batch_size_multiple {multiple} is above {setting} {limit}");
+            return Err(Error::config(reason));
         }
     }
     Ok(())

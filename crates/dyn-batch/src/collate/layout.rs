@@ -68,13 +68,11 @@ impl SequenceSpan {
         if self.n_tokens.checked_mul(width) == Some(n_items) {
             return Ok(());
         }
-        let tokens = self.n_tokens as u64;
-        Err(wrap_error(Error::FieldLength {
-            index: self.index,
-            items: n_items as u64,
-            tokens,
-            expected: tokens.saturating_mul(width as u64),
-        }))
+        let Self { index, n_tokens, .. } = *self;
+        let expected = (n_tokens as u64).saturating_mul(width as u64);
+        Err(invalid(format!(
+            "sequence {index} has {n_items} items and {n_tokens} tokens, expected {expected} items"
+        )))
     }
 }
 
@@ -89,7 +87,10 @@ impl SequenceLayout {
         let (rows, row_len) = shape(batch)?;
         let sequences = batch.len() as u64;
         if sequences > batch.rows {
-            return Err(wrap_error(Error::PackedBatch { sequences, rows: batch.rows }));
+            return Err(invalid(format!(
+                "{} rows cannot hold {sequences} sequences, use Collator::pack for packed batches",
+                batch.rows
+            )));
         }
         let mut spans = Vec::with_capacity(batch.len());
         for (row, (&index, n_tokens)) in batch.indices.iter().zip(lengths).enumerate() {
@@ -150,11 +151,8 @@ impl SequenceLayout {
     fn n_items(&self, width: usize) -> Result<usize> {
         let n_items = (self.rows * self.row_len).checked_mul(width);
         n_items.filter(|&n_items| n_items <= MAX_ITEMS).ok_or_else(|| {
-            wrap_error(Error::TensorTooLarge {
-                rows: self.rows as u64,
-                padded_length: self.row_len as u64,
-                n_features: width as u64,
-            })
+            let (rows, row_len) = (self.rows as u64, self.row_len as u64);
+            CandleError::wrap(Error::tensor_too_large(rows, row_len, width as u64))
         })
     }
 
@@ -182,7 +180,7 @@ impl SequenceLayout {
     ///
     /// # Errors
     ///
-    /// Returns candle's error if the device fails, or [`Error::FieldLength`], wrapped in a candle
+    /// Returns candle's error if the device fails, or [`Error::InvalidTensor`], wrapped in a candle
     /// error, if a sequence has a different number of items than tokens.
     ///
     /// # Examples
@@ -215,9 +213,9 @@ impl SequenceLayout {
     ///
     /// # Errors
     ///
-    /// Returns candle's error if the device fails. The following errors are wrapped in a candle
-    /// error: [`Error::FieldLength`] if a sequence has a different number of items than tokens ×
-    /// `n_features`, and [`Error::TensorTooLarge`] if the tensor exceeds the address space.
+    /// Returns candle's error if the device fails, or [`Error::InvalidTensor`], wrapped in a candle
+    /// error, if a sequence has a different number of items than tokens × `n_features`, or the tensor
+    /// exceeds the address space.
     pub fn frames<'a, T: WithDType>(
         &self,
         fill: T,
@@ -300,7 +298,7 @@ fn check_row(n_tokens: usize, row_len: usize) -> Result<()> {
         return Ok(());
     }
     let (tokens, limit) = (n_tokens as u64, row_len as u64);
-    Err(wrap_error(Error::TooManyTokens { tokens, limit, holder: "their row" }))
+    Err(too_many_tokens(tokens, limit, "their row"))
 }
 
 /// Checks that there are no more tokens than the batch counts, because its limits and reports would
@@ -311,7 +309,7 @@ fn check_counted(batch: &Batch, spans: &[SequenceSpan]) -> Result<()> {
     if tokens <= limit {
         return Ok(());
     }
-    Err(wrap_error(Error::TooManyTokens { tokens, limit, holder: "their batch" }))
+    Err(too_many_tokens(tokens, limit, "their batch"))
 }
 
 /// Returns the rows and their length, if a tensor can have that many elements of 8 bytes.
@@ -323,14 +321,21 @@ fn shape(batch: &Batch) -> Result<(usize, usize)> {
     match (usize::try_from(rows), usize::try_from(padded_length)) {
         (Ok(rows), Ok(row_len)) if is_addressable => Ok((rows, row_len)),
         (Ok(_) | Err(_), Ok(_) | Err(_)) => {
-            Err(wrap_error(Error::TensorTooLarge { rows, padded_length, n_features: 1 }))
+            Err(CandleError::wrap(Error::tensor_too_large(rows, padded_length, 1)))
         }
     }
 }
 
+fn too_many_tokens(tokens: u64, limit: u64, holder: &str) -> CandleError {
+    invalid(format!(
+        "sequences of {tokens} tokens are above the {limit} of {holder}: set \
+         Collator::with_max_sequence_length to truncate"
+    ))
+}
+
 /// Wraps an error in a candle error.
-fn wrap_error(error: Error) -> CandleError {
-    CandleError::wrap(error)
+fn invalid(reason: String) -> CandleError {
+    CandleError::wrap(Error::InvalidTensor { reason })
 }
 
 #[cfg(test)]
@@ -425,9 +430,9 @@ mod tests {
     }
 
     /// Checks the message, because candle's error hides the type of a wrapped error.
-    fn check_error(found: Result<impl Sized>, expected: &Error) {
+    fn check_error(found: Result<impl Sized>, expected: &str) {
         let found = found.err().unwrap().to_string();
-        assert!(found.contains(&expected.to_string()), "{found}");
+        assert!(found.contains(expected), "{found}");
     }
 
     #[test]
@@ -439,15 +444,13 @@ mod tests {
         };
         for items in [0, 3, 5, 7, 12] {
             let found = frames(&[0; 12][..items], 2);
-            let items = items as u64;
-            check_error(found, &Error::FieldLength { index: 8, items, tokens: 3, expected: 6 });
+            check_error(found, &format!("sequence 8 has {items} items and 3 tokens, expected 6"));
         }
-        let expected = Error::FieldLength { index: 7, items: 6, tokens: 3, expected: 3 << 40 };
-        check_error(frames(&[], 1 << 40), &expected);
+        let expected = "sequence 7 has 6 items and 3 tokens, expected 3298534883328 items";
+        check_error(frames(&[], 1 << 40), expected);
         for n_features in [1 << 60, usize::MAX] {
             let found = frames(&[], n_features);
-            let n_features = n_features as u64;
-            check_error(found, &Error::TensorTooLarge { rows: 2, padded_length: 3, n_features });
+            check_error(found, &format!("a tensor of 2 x 3 x {n_features} elements"));
         }
     }
 
@@ -456,25 +459,14 @@ mod tests {
         let layout =
             |batch: &Batch, length| Collator::default().layout(batch, |_| length, &Device::Cpu);
         let mut batch = Batch::from_indices([0, 1], |_| 3).unwrap();
-        check_error(
-            layout(&batch, 4),
-            &Error::TooManyTokens { tokens: 4, limit: 3, holder: "their row" },
-        );
+        check_error(layout(&batch, 4), "4 tokens are above the 3 of their row");
         batch.padded_length = 4;
-        check_error(
-            layout(&batch, 4),
-            &Error::TooManyTokens { tokens: 8, limit: 6, holder: "their batch" },
-        );
+        check_error(layout(&batch, 4), "8 tokens are above the 6 of their batch");
         batch.rows = 1;
-        let tokens = usize::MAX as u64;
-        check_error(
-            layout(&batch, usize::MAX),
-            &Error::TooManyTokens { tokens, limit: 4, holder: "their row" },
-        );
+        check_error(layout(&batch, usize::MAX), "tokens are above the 4 of their row");
 
         let batch = Batch::from_indices([0], |_| 1 << 32).unwrap();
-        let expected =
-            Error::TooManyTokens { tokens: 1 << 32, limit: u32::MAX.into(), holder: "their batch" };
-        check_error(layout(&batch, 1 << 32), &expected);
+        let expected = "4294967296 tokens are above the 4294967295 of their batch";
+        check_error(layout(&batch, 1 << 32), expected);
     }
 }

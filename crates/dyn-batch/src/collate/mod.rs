@@ -155,10 +155,9 @@ impl Collator {
     ///
     /// # Errors
     ///
-    /// The following errors are wrapped in a candle error: [`Error::TensorTooLarge`] if the batch
-    /// exceeds the address space, [`Error::PackedBatch`] if it has more sequences than rows and
-    /// several rows, and [`Error::TooManyTokens`] if sequences are longer than their row, or have more
-    /// tokens than the batch counts, or than 32 bits count.
+    /// [`Error::InvalidTensor`], wrapped in a candle error, if the batch exceeds the address space, if
+    /// it has more sequences than rows and several rows, or if sequences are longer than their row, or
+    /// have more tokens than the batch counts, or than 32 bits count.
     pub fn layout(
         &self,
         batch: &Batch,
@@ -181,9 +180,8 @@ impl Collator {
     ///
     /// # Errors
     ///
-    /// Returns candle's error if the device fails. The following errors are wrapped in a candle
-    /// error: [`Error::TensorTooLarge`] if the batch exceeds the address space,
-    /// [`Error::PackedBatch`] if it has more sequences than rows, and [`Error::TooManyTokens`] if a
+    /// Returns candle's error if the device fails, or [`Error::InvalidTensor`], wrapped in a candle
+    /// error, if the batch exceeds the address space, if it has more sequences than rows, or if a
     /// sequence is longer than its row, or there are more tokens than the batch counts.
     pub fn pad<'a>(
         &self,
@@ -203,10 +201,9 @@ impl Collator {
     ///
     /// # Errors
     ///
-    /// Returns candle's error if the device fails. The following errors are wrapped in a candle
-    /// error: [`Error::TensorTooLarge`] if the row exceeds the address space,
-    /// and [`Error::TooManyTokens`] if the sequences are longer than the row, or there are more tokens
-    /// than the batch counts.
+    /// Returns candle's error if the device fails, or [`Error::InvalidTensor`], wrapped in a candle
+    /// error, if the row exceeds the address space, or if the sequences are longer than the row, or
+    /// there are more tokens than the batch counts.
     pub fn pack<'a>(
         &self,
         batch: &Batch,

@@ -98,7 +98,13 @@ impl Buckets {
             return Err(Error::Zero { setting: "number of buckets" });
         }
         match boundaries.windows(2).find(|pair| pair[0] >= pair[1]) {
-            Some(pair) => Err(Error::BoundariesNotAscending { boundary: pair[0], next: pair[1] }),
+            Some(pair) => {
+                let [boundary, next] = [pair[0], pair[1]];
+                let reason = "boundaries must ascend";
+                Err(Error::config(format!(
+                    "bucket boundary {boundary} is followed by {next}, {reason}"
+                )))
+            }
             None => Ok(()),
         }
     }

@@ -33,21 +33,25 @@ pub(super) fn check_grid(
     let cells = world_size.as_u64().saturating_mul(accumulation);
     if let Some(sequences) = grid.global_batch_size {
         if sequences % multiple != 0 {
-            return Err(Error::NotAMultiple {
-                setting: "global_batch_size",
-                value: sequences,
-                multiple,
-            });
+            return Err(Error::config(format!(
+                "global_batch_size {sequences} is not a multiple of batch_size_multiple {multiple}"
+            )));
         }
         if sequences / multiple < cells {
-            return Err(Error::CannotFillGrid { sequences, multiple, cells });
+            return Err(cannot_fill(sequences, multiple, cells));
         }
     }
     // A grid has fewer cells than there are sequences.
     if u32::try_from(cells).is_err() {
-        return Err(Error::CannotFillGrid { sequences: u32::MAX.into(), multiple, cells });
+        return Err(cannot_fill(u32::MAX.into(), multiple, cells));
     }
     Ok(())
+}
+
+fn cannot_fill(sequences: u64, multiple: u64, cells: u64) -> Error {
+    let reason =
+        format!("{sequences} sequences in groups of {multiple} cannot fill {cells} micro-batches");
+    Error::GridMisfit { reason }
 }
 
 /// Plans the steps of an order, which ranks read together.
@@ -164,11 +168,7 @@ impl<L: SequenceLengths> GridBuilder<'_, L> {
             Some(accumulation) => accumulation,
             None => self.planner.n_needed(&lengths).div_ceil(n_ranks).clamp(1, most),
         };
-        self.add(indices, &lengths, accumulation).ok_or_else(|| Error::GridTooSmall {
-            sequences: indices.len() as u64,
-            needed: self.planner.n_needed(&lengths) as u64,
-            cells: (accumulation * n_ranks) as u64,
-        })
+        self.add(indices, &lengths, accumulation)
     }
 
     /// Adds a step of the last sequences, with fewer micro-steps, or drops them.
@@ -189,21 +189,26 @@ impl<L: SequenceLengths> GridBuilder<'_, L> {
         let share = self.accumulation.map_or(1, |given| (given * indices.len()).div_ceil(full_len));
         let fewest = self.planner.n_needed(&lengths).div_ceil(n_ranks);
         let accumulation = share.max(fewest).min(most);
-        self.add(indices, &lengths, accumulation).ok_or_else(|| Error::GridTooSmall {
-            sequences: indices.len() as u64,
-            needed: (fewest * n_ranks) as u64,
-            cells: (accumulation * n_ranks) as u64,
-        })
+        self.add(indices, &lengths, accumulation)
     }
 
-    /// Adds a step, or returns `None` if the sequences do not fit.
-    fn add(&mut self, indices: &[u32], lengths: &[u64], accumulation: usize) -> Option<()> {
-        for cell in self.planner.plan(lengths, accumulation)? {
+    /// Adds a step, or returns an error if the sequences do not fit.
+    fn add(&mut self, indices: &[u32], lengths: &[u64], accumulation: usize) -> Result<()> {
+        let Some(cells) = self.planner.plan(lengths, accumulation) else {
+            let reason = format!(
+                "{} sequences need {} micro-batches, above the {} of a step",
+                indices.len(),
+                self.planner.n_needed(lengths),
+                accumulation * self.planner.n_ranks
+            );
+            return Err(Error::GridMisfit { reason });
+        };
+        for cell in cells {
             let cell_indices: Vec<u32> =
                 cell.positions.iter().map(|&position| indices[position as usize]).collect();
             self.steps.plan.push(&cell_indices);
         }
         self.steps.ends.push(self.steps.plan.len());
-        Some(())
+        Ok(())
     }
 }

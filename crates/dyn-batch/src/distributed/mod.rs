@@ -74,10 +74,10 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
     ///
     /// # Errors
     ///
-    /// [`Error::Conflict`] for dealt steps of buckets or packed rows or with several micro-batches, and
-    /// for a grid of buckets or windows, [`Error::MultipleOverLimit`] if the multiple for
-    /// all ranks exceeds 64 bits, [`Error::Zero`] for a setting of 0, and
-    /// [`Error::NotAMultiple`] or [`Error::CannotFillGrid`] for a grid that cannot be filled.
+    /// [`Error::InvalidConfig`] for dealt steps of buckets or packed rows or with several
+    /// micro-batches, for a grid of buckets or windows, and if the multiple for all ranks exceeds 64
+    /// bits, or does not divide the size of a global batch; [`Error::Zero`] for a setting of 0, and
+    /// [`Error::GridMisfit`] for a grid that cannot be filled.
     pub fn new(
         batches: DynamicBatchSampler<L>,
         placement: Placement,
@@ -98,7 +98,7 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
             StepLayout::Grouped => Ok(()),
             StepLayout::Dealt if accumulation.is_some_and(|n| n > 1) => {
                 let other = "dealt steps: use grouped steps or a grid";
-                Err(Error::Conflict { setting: "accumulation", other })
+                Err(Error::conflict("accumulation", other))
             }
             StepLayout::Dealt => self.batches_of_steps(world_size).map(drop),
             StepLayout::Grid(grid) => {
@@ -126,9 +126,9 @@ const GRID: &str = "a grid: its cells are cut from the sorted sequences of a ste
 /// Rejects strategies whose settings have no effect on a grid.
 fn check_strategy(strategy: &DynamicBatchStrategy) -> Result<()> {
     match strategy {
-        DynamicBatchStrategy::Bucket(_) => Err(Error::Conflict { setting: "buckets", other: GRID }),
+        DynamicBatchStrategy::Bucket(_) => Err(Error::conflict("buckets", GRID)),
         DynamicBatchStrategy::Sorted { window: Some(_), .. } => {
-            Err(Error::Conflict { setting: "a window", other: GRID })
+            Err(Error::conflict("a window", GRID))
         }
         DynamicBatchStrategy::PadToMax
         | DynamicBatchStrategy::Dynamic

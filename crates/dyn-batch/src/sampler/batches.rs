@@ -66,9 +66,8 @@ impl<I: Iterator> Batches<I> {
     ///
     /// # Errors
     ///
-    /// [`Error::Zero`], [`Error::NoLimit`], [`Error::NoTokenBudget`],
-    /// [`Error::TokenBudgetOverflow`] or [`Error::MultipleOverLimit`] if settings contradict each
-    /// other.
+    /// [`Error::Zero`], [`Error::NoLimit`], [`Error::NoTokenBudget`] or [`Error::InvalidConfig`] if
+    /// settings contradict each other.
     pub fn new(sequences: impl IntoIterator<IntoIter = I>, config: BatchConfig) -> Result<Self> {
         BatchLimits::new(config).map(|limits| Self::with_limits(sequences.into_iter(), limits))
     }

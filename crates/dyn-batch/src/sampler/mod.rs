@@ -55,9 +55,8 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
     ///
     /// # Errors
     ///
-    /// [`Error::Zero`], [`Error::NoLimit`], [`Error::NoTokenBudget`],
-    /// [`Error::TokenBudgetOverflow`] or [`Error::MultipleOverLimit`] if settings contradict each
-    /// other.
+    /// [`Error::Zero`], [`Error::NoLimit`], [`Error::NoTokenBudget`] or [`Error::InvalidConfig`] if
+    /// settings contradict each other.
     ///
     /// # Examples
     ///
@@ -115,7 +114,7 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
         match config.strategy {
             DynamicBatchStrategy::Bucket(_) | DynamicBatchStrategy::Pack(_) => {
                 let other = "dealt steps: use grouped steps";
-                return Err(Error::Conflict { setting: "buckets or packed rows", other });
+                return Err(Error::conflict("buckets or packed rows", other));
             }
             DynamicBatchStrategy::PadToMax
             | DynamicBatchStrategy::Dynamic

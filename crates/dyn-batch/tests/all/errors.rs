@@ -19,43 +19,45 @@ fn dynamic() -> BatchConfig {
     BatchConfig::default().with_strategy(DynamicBatchStrategy::Dynamic)
 }
 
-/// Checks that a configuration is rejected with this error and message.
-fn check_config(config: BatchConfig, expected: &Error, message: &str) {
-    assert_eq!(DynamicBatchSampler::new([1_u32], config.clone()).as_ref(), Err(expected));
+/// Checks that a configuration is rejected with this message.
+fn check_config(config: BatchConfig, message: &str) {
+    let error = DynamicBatchSampler::new([1_u32], config.clone()).unwrap_err();
+    assert_eq!(error.to_string(), message);
     let stream = [Ok::<_, Error>(Sequence { index: 0, length: 1 })];
-    assert_eq!(Batches::new(stream, config).err().as_ref(), Some(expected));
-    assert_eq!(expected.to_string(), message);
+    assert_eq!(Batches::new(stream, config).err(), Some(error));
 }
 
 #[test]
-fn zero_limits_are_rejected() {
+fn zero_settings_are_rejected() {
     let limited = BatchConfig::default().with_max_batch_size(4);
+    let sorted = DynamicBatchStrategy::Sorted { window: Some(0), cut: Cut::Greedy };
     for (setting, config) in [
         ("bucket width", bucket(0).with_max_batch_size(4)),
         ("max_batch_size", BatchConfig::default().with_max_batch_size(0)),
         ("max_tokens", BatchConfig::default().with_max_tokens(0)),
         ("max_sequence_length", limited.clone().with_max_sequence_length(0)),
         ("batch_size_multiple", limited.clone().with_batch_size_multiple(0)),
+        ("window", limited.clone().with_strategy(sorted)),
+        ("open_rows", packing(Packing::InOrder { open_rows: 0 }).with_max_tokens(9)),
+        ("max_cost", limited.clone().with_max_cost(0, Cost::TOKENS)),
+        ("length_multiple", limited.with_length_multiple(0)),
+        ("number of buckets", boundaries(&[])),
     ] {
-        check_config(
-            config,
-            &Error::Zero { setting },
-            &format!("{setting} is 0, it must be at least 1"),
-        );
+        check_config(config, &format!("{setting} is 0, it must be at least 1"));
     }
 }
 
 #[test]
 fn missing_limits_are_rejected() {
     let message = "batches have no limit, set max_batch_size, max_tokens or max_cost";
-    check_config(BatchConfig::default(), &Error::NoLimit, message);
-    check_config(bucket(64).with_max_sequence_length(512), &Error::NoLimit, message);
+    check_config(BatchConfig::default(), message);
+    check_config(bucket(64).with_max_sequence_length(512), message);
 
     let message = "the dynamic strategy has no token budget, set max_tokens, or max_batch_size and max_sequence_length";
     for config in
         [dynamic(), dynamic().with_max_batch_size(8), dynamic().with_max_sequence_length(512)]
     {
-        check_config(config, &Error::NoTokenBudget, message);
+        check_config(config, message);
     }
 }
 
@@ -63,7 +65,6 @@ fn missing_limits_are_rejected() {
 fn overflowing_budgets_are_rejected() {
     check_config(
         dynamic().with_max_batch_size(MAX).with_max_sequence_length(2),
-        &Error::TokenBudgetOverflow { max_batch_size: MAX, max_sequence_length: 2 },
         "a token budget of 18446744073709551615 × 2 is above the limit of 18446744073709551615",
     );
 }
@@ -77,24 +78,21 @@ fn multiples_over_limits_are_rejected() {
     ] {
         check_config(
             config.with_max_batch_size(7),
-            &Error::MultipleOverLimit { multiple: 8, setting: "max_batch_size", limit: 7 },
             "batch_size_multiple 8 is above max_batch_size 7",
         );
     }
     check_config(
         multiples_of_eight.with_max_tokens(7),
-        &Error::MultipleOverLimit { multiple: 8, setting: "max_tokens", limit: 7 },
         "batch_size_multiple 8 is above max_tokens 7",
     );
 }
 
-/// Checks that a sequence ends the batches with this error and message.
-fn check_sequence(lengths: &[u64], config: BatchConfig, expected: &Error, message: &str) {
+/// Checks that a sequence ends the batches with this message.
+fn check_sequence(lengths: &[u64], config: BatchConfig, message: &str) {
     let sampler = DynamicBatchSampler::new(lengths, config).unwrap();
     let mut batches = sampler.iter();
-    assert_eq!(batches.find_map(Result::err).as_ref(), Some(expected));
+    assert_eq!(batches.find_map(Result::err).unwrap().to_string(), message);
     assert_eq!(batches.next(), None);
-    assert_eq!(expected.to_string(), message);
 }
 
 #[test]
@@ -102,7 +100,6 @@ fn overlong_sequences_are_errors() {
     check_sequence(
         &[8, 9, 1],
         BatchConfig::default().with_max_batch_size(1).with_max_sequence_length(8),
-        &Error::SequenceTooLong { index: 1, length: 9, max_sequence_length: 8 },
         "sequence 1 of length 9 is above max_sequence_length 8",
     );
 }
@@ -113,13 +110,6 @@ fn sequences_over_the_budget_are_errors() {
         check_sequence(
             &[100, 1, 101, 1],
             config.with_max_tokens(100),
-            &Error::SequenceOverBudget {
-                index: 2,
-                length: 101,
-                padded_length: 101,
-                multiple: 1,
-                max_tokens: 100,
-            },
             "a batch of 1 with sequence 2 of length 101 is above max_tokens 100",
         );
     }
@@ -130,13 +120,6 @@ fn padding_counts_toward_the_budget() {
     check_sequence(
         &[64, 98],
         dynamic().with_max_tokens(100).with_length_multiple(64).with_max_cost(MAX, Cost::TOKENS),
-        &Error::SequenceOverBudget {
-            index: 1,
-            length: 98,
-            padded_length: 128,
-            multiple: 1,
-            max_tokens: 100,
-        },
         "a batch of 1 with sequence 1 of length 98 (128 with padding) is above max_tokens 100",
     );
 }
@@ -147,25 +130,11 @@ fn multiples_shrink_the_longest_sequence() {
     check_sequence(
         &[25, 30],
         truncated.with_max_tokens(100).with_batch_size_multiple(4),
-        &Error::SequenceOverBudget {
-            index: 1,
-            length: 26,
-            padded_length: 26,
-            multiple: 4,
-            max_tokens: 100,
-        },
         "a batch of 4 with sequence 1 of length 26 is above max_tokens 100",
     );
     check_sequence(
         &[MAX],
         BatchConfig::default().with_max_batch_size(2).with_batch_size_multiple(2),
-        &Error::SequenceOverBudget {
-            index: 0,
-            length: MAX,
-            padded_length: MAX,
-            multiple: 2,
-            max_tokens: MAX,
-        },
         "a batch of 2 with sequence 0 of length 18446744073709551615 is above max_tokens 18446744073709551615",
     );
 }
@@ -210,11 +179,7 @@ fn boundaries(boundaries: &[u64]) -> BatchConfig {
 #[test]
 fn unsupported_packing_settings_are_rejected() {
     let pack = packing(Packing::BestFit);
-    check_config(
-        pack.clone().with_max_batch_size(4),
-        &Error::NoRowLength,
-        "packed rows have no length, set max_tokens",
-    );
+    check_config(pack.clone().with_max_batch_size(4), "packed rows have no length, set max_tokens");
     let pack = pack.with_max_tokens(64);
     let slack = packing(Packing::MinimumSlack).with_max_tokens(64);
     for (setting, config) in [
@@ -222,19 +187,10 @@ fn unsupported_packing_settings_are_rejected() {
         ("batch_size_multiple", pack.clone().with_batch_size_multiple(2)),
         ("length_multiple", pack.clone().with_length_multiple(8)),
     ] {
-        check_config(
-            config,
-            &Error::Conflict { setting, other: "packed rows" },
-            &format!("{setting} cannot be used with packed rows"),
-        );
+        check_config(config, &format!("{setting} cannot be used with packed rows"));
     }
     check_config(
         pack.with_max_tokens(MAX),
-        &Error::TooMany {
-            count: MAX,
-            what: "tokens in a row for best-fit packing",
-            limit: 1 << 24,
-        },
         "18446744073709551615 tokens in a row for best-fit packing are above the limit of 16777216",
     );
     let endless_rows = packing(Packing::InOrder { open_rows: 1 }).with_max_tokens(MAX);
@@ -242,38 +198,13 @@ fn unsupported_packing_settings_are_rejected() {
 }
 
 #[test]
-fn zero_strategy_settings_are_rejected() {
-    let sorted = DynamicBatchStrategy::Sorted { window: Some(0), cut: Cut::Greedy };
-    let config = BatchConfig::default().with_max_tokens(9);
-    for (setting, config) in [
-        ("window", config.clone().with_strategy(sorted)),
-        ("open_rows", packing(Packing::InOrder { open_rows: 0 }).with_max_tokens(9)),
-        ("max_cost", config.clone().with_max_cost(0, Cost::TOKENS)),
-        ("length_multiple", config.with_length_multiple(0)),
-        ("number of buckets", boundaries(&[])),
-    ] {
-        check_config(
-            config,
-            &Error::Zero { setting },
-            &format!("{setting} is 0, it must be at least 1"),
-        );
-    }
-}
-
-#[test]
 fn invalid_buckets_are_rejected() {
     check_config(
         boundaries(&[4, 9, 9]),
-        &Error::BoundariesNotAscending { boundary: 9, next: 9 },
         "bucket boundary 9 is followed by 9, boundaries must ascend",
     );
     let fixed = BatchConfig::default().with_max_tokens(9).with_fixed_shapes(true);
-    let without_buckets = "a strategy without buckets";
-    check_config(
-        fixed,
-        &Error::Conflict { setting: "fixed_shapes", other: without_buckets },
-        "fixed_shapes cannot be used with a strategy without buckets",
-    );
+    check_config(fixed, "fixed_shapes cannot be used with a strategy without buckets");
     assert_eq!(Buckets::optimal([1_u32], 0), Err(Error::Zero { setting: "number of buckets" }));
     assert_eq!(
         Buckets::quantiles([0_u32; 0], 3).unwrap_err().to_string(),
@@ -282,7 +213,6 @@ fn invalid_buckets_are_rejected() {
     check_sequence(
         &[9, 10],
         boundaries(&[4, 9]),
-        &Error::NoBucket { index: 1, length: 10, largest: 9 },
         "sequence 1 of length 10 is above the last bucket boundary 9",
     );
 }
@@ -292,7 +222,6 @@ fn sequences_over_the_cost_are_errors() {
     check_sequence(
         &[9, 10, 11],
         BatchConfig::default().with_max_cost(100, Cost::ATTENTION),
-        &Error::SequenceOverCost { index: 2, length: 11, multiple: 1, max_cost: 100 },
         "a batch of 1 with sequence 2 of length 11 is above max_cost 100",
     );
 }

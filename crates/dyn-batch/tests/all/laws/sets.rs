@@ -65,10 +65,7 @@ fn check_batch(batch: &Batch, lengths: &[u64], config: &BatchConfig) {
 }
 
 fn is_misfit(error: &Error) -> bool {
-    matches!(
-        error,
-        Error::SequenceOverBudget { .. } | Error::SequenceOverCost { .. } | Error::NoBucket { .. }
-    )
+    matches!(error, Error::SequenceOverBudget { .. } | Error::SequenceMisfit { .. })
 }
 
 /// Returns the batches of a single rank, planned all at once, and their report.

@@ -45,7 +45,7 @@ impl SharedEpoch {
         let batches = DynamicBatchSampler::new(lengths, config).unwrap();
         let epoch = Self { batches, config: steps, order };
         match DistributedBatchSampler::new(epoch.batches.clone(), Placement::SINGLE, steps) {
-            Err(Error::Conflict { .. }) => None,
+            Err(Error::InvalidConfig { .. }) => None,
             other => other.map(|_| Some(epoch)).unwrap(),
         }
     }
