@@ -47,37 +47,12 @@ pub enum Error {
         /// Limit on the count.
         max: u64,
     },
-    /// The number of weights differs from that of samples, or of parts of a mixture.
-    #[error("{weights} weights were given for {expected} {what}")]
-    WeightCount {
-        /// Number of weights.
-        weights: usize,
-        /// Required number.
-        expected: u64,
-        /// Weighted items.
-        what: &'static str,
-    },
-    /// A weight is negative, infinite or not a number.
-    #[error("weight {weight} at index {index} is negative or not finite")]
-    InvalidWeight {
-        /// Index of the sample.
-        index: usize,
-        /// Weight as text, because NaN does not equal itself.
-        weight: String,
-    },
-    /// All weights of samples, ranks or parts are 0.
-    #[error("none of the {weights} weights is above 0")]
-    NoWeight {
-        /// Number of weights.
-        weights: usize,
-    },
-    /// The sum of the weights exceeds the largest `f64`.
-    #[error("the sum of the weights overflows at index {index}, weight {weight}")]
-    WeightSumOverflow {
-        /// First index that makes the sum overflow.
-        index: usize,
-        /// Weight as text.
-        weight: String,
+    /// A weight is negative or not finite, all weights are 0, or their number, their sum or their cycle
+    /// is out of range; or the weights of a mixture cannot change.
+    #[error("{reason}")]
+    InvalidWeights {
+        /// What is wrong, with the value and the limit.
+        reason: String,
     },
     /// The number of rank weights differs from the world size.
     #[error("{weights} rank weights were given for a world of {world_size}")]
@@ -105,25 +80,6 @@ pub enum Error {
         /// Length of the order.
         len: u64,
     },
-    /// The cycle of a mixture is too long.
-    #[error("the mixture has a cycle of {turns} entries, the limit is {max}; round its weights")]
-    MixtureCycle {
-        /// Length of the cycle: the sum of the weights over their greatest common divisor.
-        turns: u64,
-        /// Limit on the length.
-        max: u64,
-    },
-    /// The sampler is not a mixture, so its weights cannot change.
-    #[error("the sampler is not a mixture and has no weights at a position")]
-    NotMixture,
-    /// The position of new mixture weights has been read.
-    #[error("mixture weights cannot change at position {position}, {read} positions are read")]
-    WeightsBehindPosition {
-        /// Position of the new weights.
-        position: u64,
-        /// Number of positions that are read.
-        read: u64,
-    },
     /// A sharded order has no lanes.
     #[error("shards in 0 lanes cannot be read, at least 1 is needed")]
     NoLanes,
@@ -143,4 +99,20 @@ pub enum Error {
         /// Length of the data set.
         len: u64,
     },
+}
+
+impl Error {
+    pub(crate) fn weights(reason: impl Into<String>) -> Self {
+        Self::InvalidWeights { reason: reason.into() }
+    }
+
+    /// Makes the error of `n_weights` weights that are all 0.
+    pub(crate) fn no_weight(n_weights: usize) -> Self {
+        Self::weights(format!("none of the {n_weights} weights is above 0"))
+    }
+
+    /// Makes the error of weights for a sampler that is no mixture.
+    pub(crate) fn not_mixture() -> Self {
+        Self::weights("the sampler is not a mixture and has no weights at a position")
+    }
 }

@@ -49,7 +49,7 @@ impl ShareRule {
                 return Err(Error::RankWeights { weights: weights.len(), world_size });
             }
             if weights.iter().all(|&weight| weight == 0) {
-                return Err(Error::NoWeight { weights: weights.len() });
+                return Err(Error::no_weight(weights.len()));
             }
         }
         Ok(Self { len, world_size, rule })

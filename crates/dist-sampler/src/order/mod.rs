@@ -147,7 +147,7 @@ impl EpochOrder {
     pub(crate) fn set_weights_from(&mut self, position: u64, weights: &[u64]) -> Result<()> {
         match self {
             Self::Mixture(order) => order.set_weights_from(position, weights),
-            _ => Err(Error::NotMixture),
+            _ => Err(Error::not_mixture()),
         }
     }
 
@@ -156,7 +156,7 @@ impl EpochOrder {
         match self {
             Self::Mixture(order) => order.set_phases(phases),
             _ if phases.is_empty() => Ok(()),
-            _ => Err(Error::NotMixture),
+            _ => Err(Error::not_mixture()),
         }
     }
 

@@ -56,8 +56,8 @@ impl AliasTable {
     ///
     /// - [`Error::EmptyDataSet`], [`Error::TooMany`] and [`Error::OutOfMemory`] for no
     ///   weights, more than 2^32, or more than fit into memory.
-    /// - [`Error::InvalidWeight`] if a weight is negative, infinite or not a number.
-    /// - [`Error::NoWeight`] and [`Error::WeightSumOverflow`] if the sum is 0 or infinite.
+    /// - [`Error::InvalidWeights`] if a weight is negative, infinite or not a number, or if the sum is 0
+    ///   or infinite.
     pub(crate) fn new(weights: &[f64]) -> Result<Self> {
         let layout = SlotLayout::new(weights.len() as u64)?;
         let total = checked_sum(weights)?;
@@ -179,14 +179,17 @@ pub(super) fn checked_sum(weights: &[f64]) -> Result<f64> {
     let mut total = 0.0;
     for (index, &weight) in weights.iter().enumerate() {
         if !(0.0..f64::INFINITY).contains(&weight) {
-            return Err(Error::InvalidWeight { index, weight: format!("{weight:?}") });
+            let reason = format!("weight {weight:?} at index {index} is negative or not finite");
+            return Err(Error::weights(reason));
         }
         total += weight;
         if total == f64::INFINITY {
-            return Err(Error::WeightSumOverflow { index, weight: format!("{weight:?}") });
+            let reason =
+                format!("the sum of the weights overflows at index {index}, weight {weight:?}");
+            return Err(Error::weights(reason));
         }
     }
-    if 0.0 < total { Ok(total) } else { Err(Error::NoWeight { weights: weights.len() }) }
+    if 0.0 < total { Ok(total) } else { Err(Error::no_weight(weights.len())) }
 }
 
 /// Turns scaled weights into masses: integers in the same proportions that add up to the capacity
@@ -394,10 +397,12 @@ mod tests {
         let error = |weights: &[f64]| AliasTable::new(weights).unwrap_err();
         assert_eq!(error(&[]), Error::EmptyDataSet);
         for (bad, text) in [(-1.0, "-1.0"), (f64::NAN, "NaN"), (f64::INFINITY, "inf")] {
-            assert_eq!(error(&[1.0, bad]), Error::InvalidWeight { index: 1, weight: text.into() });
+            let expected = format!("weight {text} at index 1 is negative or not finite");
+            assert_eq!(error(&[1.0, bad]).to_string(), expected);
         }
-        assert_eq!(error(&[0.0, 0.0]), Error::NoWeight { weights: 2 });
-        assert!(matches!(error(&[f64::MAX, f64::MAX]), Error::WeightSumOverflow { index: 1, .. }));
+        assert_eq!(error(&[0.0, 0.0]), Error::no_weight(2));
+        let overflow = error(&[f64::MAX, f64::MAX]).to_string();
+        assert!(overflow.starts_with("the sum of the weights overflows at index 1"), "{overflow}");
         // No machine has enough memory for a real list.
         let count = MAX_LEN + 1;
         let too_many = Error::TooMany { count, what: "weights", max: MAX_LEN };

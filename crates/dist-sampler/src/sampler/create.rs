@@ -43,8 +43,7 @@ impl DistributedSampler {
     ///
     /// - [`Error::EmptyDataSet`] without weights or draws, and [`Error::DataSetTooLong`] for too
     ///   many draws.
-    /// - [`Error::InvalidWeight`], [`Error::NoWeight`], [`Error::WeightSumOverflow`] and
-    ///   [`Error::TooMany`].
+    /// - [`Error::InvalidWeights`] and [`Error::TooMany`].
     /// - [`Error::OutOfMemory`].
     ///
     /// # Examples
@@ -191,8 +190,7 @@ impl DistributedSampler {
     /// - [`Error::EmptyDataSet`] and
     ///   [`Error::DataSetTooLong`] if a part or the mixture has no
     ///   samples, or all have more than 2^63.
-    /// - [`Error::NoWeight`] if all weights are 0, and
-    ///   [`Error::MixtureCycle`] if the cycle exceeds 2^20 turns.
+    /// - [`Error::InvalidWeights`] if all weights are 0, or if the cycle exceeds 2^20 turns.
     ///
     /// # Examples
     ///
@@ -245,10 +243,7 @@ impl DistributedSampler {
     ///   ranks with [`Tail::Drop`], as in SPDL.
     /// - [`Error::DrawsExceedDataSet`] for more draws than
     ///   samples without weights.
-    /// - [`Error::WeightCount`],
-    ///   [`Error::InvalidWeight`],
-    ///   [`Error::NoWeight`] and
-    ///   [`Error::WeightSumOverflow`].
+    /// - [`Error::InvalidWeights`].
     /// - [`Error::TooLongToShuffle`] above 2^32 samples or draws,
     ///   and [`Error::OutOfMemory`].
     ///
@@ -346,7 +341,7 @@ impl DistributedSampler {
     ///
     /// # Errors
     ///
-    /// [`Error::RankWeights`] if the numbers of weights and ranks differ, [`Error::NoWeight`]
+    /// [`Error::RankWeights`] if the numbers of weights and ranks differ, [`Error::InvalidWeights`]
     /// if all are 0.
     ///
     /// # Examples

@@ -69,7 +69,7 @@ impl DistributedSampler {
     /// - [`Error::StateMismatch`] if format version, data set, order or seed differ from the state, or the weights
     ///   of a mixture before its position. Weights that the state alone has there are taken from it,
     ///   so a job whose weights have changed resumes. Later weights and the end may differ.
-    /// - [`Error::StateConsumed`], [`Error::RankWeights`] or [`Error::NoWeight`] if the state
+    /// - [`Error::StateConsumed`], [`Error::RankWeights`] or [`Error::InvalidWeights`] if the state
     ///   contradicts itself.
     /// - [`Error::TooMany`] above 1,024 worlds.
     ///
@@ -153,10 +153,8 @@ impl DistributedSampler {
     ///
     /// # Errors
     ///
-    /// - [`Error::NotMixture`] if the sampler is not a mixture.
-    /// - [`Error::WeightsBehindPosition`] if ranks have read beyond `position`.
-    /// - [`Error::WeightCount`] if the numbers of weights and parts differ,
-    ///   [`Error::NoWeight`] if all are 0, and [`Error::MixtureCycle`].
+    /// [`Error::InvalidWeights`] if the sampler is not a mixture, if ranks have read beyond `position`, if
+    /// the numbers of weights and parts differ, if all weights are 0, or if their cycle is too long.
     ///
     /// # Examples
     ///
@@ -174,7 +172,10 @@ impl DistributedSampler {
     pub fn with_weights_from(mut self, position: u64, weights: &[u64]) -> Result<Self> {
         let read = self.rest().read_end(self.len);
         if position < read {
-            return Err(Error::WeightsBehindPosition { position, read });
+            let reason = format!(
+                "mixture weights cannot change at position {position}, {read} positions are read"
+            );
+            return Err(Error::weights(reason));
         }
         self.samples.set_weights_from(position, weights)?;
         self.len = self.samples.len_or(self.len);

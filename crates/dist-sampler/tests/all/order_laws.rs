@@ -375,15 +375,16 @@ fn states_without_the_first_weights_are_rejected() {
 #[test]
 fn impossible_weights_are_rejected() {
     let mixture = repeated(&[(50, 2), (20, 1)], 60);
-    let error = |weights: &[u64]| mixture.clone().with_weights_from(5, weights).unwrap_err();
-    assert!(matches!(error(&[1]), Error::WeightCount { weights: 1, expected: 2, .. }));
-    assert_eq!(error(&[0, 0]), Error::NoWeight { weights: 2 });
+    let message = |sampler: &DistributedSampler, from, weights: &[u64]| {
+        sampler.clone().with_weights_from(from, weights).unwrap_err().to_string()
+    };
+    assert!(message(&mixture, 5, &[1]).starts_with("1 weights were given for 2 parts"));
+    assert_eq!(message(&mixture, 5, &[0, 0]), "none of the 2 weights is above 0");
     let read = resumed(mixture.clone(), &mixture.state(8));
-    let consumed = Error::WeightsBehindPosition { position: 7, read: 8 };
-    assert_eq!(read.clone().with_weights_from(7, &[1, 1]).unwrap_err(), consumed);
+    assert!(message(&read, 7, &[1, 1]).ends_with("at position 7, 8 positions are read"));
     assert!(read.with_weights_from(8, &[1, 1]).is_ok());
     let plain = DistributedSampler::new(9, Placement::SINGLE, SamplerConfig::default()).unwrap();
-    assert_eq!(plain.with_weights_from(5, &[1]).unwrap_err(), Error::NotMixture);
+    assert!(message(&plain, 5, &[1]).starts_with("the sampler is not a mixture"));
 
     let new = |parts: &[MixturePart], end| {
         let config = SamplerConfig::default();
@@ -519,20 +520,5 @@ proptest! {
                 prop_assert_eq!(sorted.len(), pass.len());
             }
         }
-    }
-
-    #[test]
-    fn any_shards_are_read_once(
-        lens in prop::collection::vec(0_u64..400, 1..40), lanes in 1_u64..90, epoch in any::<u64>(),
-    ) {
-        prop_assume!(lens.iter().any(|&len| len > 0));
-        let config = SamplerConfig::default().with_epoch(Epoch::new(epoch));
-        let sampler = sharded(&lens, lanes, Placement::SINGLE, config);
-        let mut order: Vec<u64> = sampler.iter().collect();
-        for (position, &sample) in (0..).zip(&order) {
-            prop_assert_eq!(sampler.position_of(sample), Some(position));
-        }
-        order.sort_unstable();
-        prop_assert!(order.into_iter().eq(0..lens.iter().sum()));
     }
 }

@@ -31,17 +31,18 @@ impl TurnCycle {
     ///
     /// # Errors
     ///
-    /// [`Error::NoWeight`] if all weights are 0, and [`Error::MixtureCycle`] above 2^20
-    /// turns.
+    /// [`Error::InvalidWeights`] if all weights are 0, and above 2^20 turns.
     pub(super) fn new(weights: &[u64]) -> Result<Self> {
         let divisor = weights.iter().copied().fold(0, greatest_common_divisor);
         if divisor == 0 {
-            return Err(Error::NoWeight { weights: weights.len() });
+            return Err(Error::no_weight(weights.len()));
         }
         let weights: Vec<u64> = weights.iter().map(|weight| weight / divisor).collect();
         let n_turns = weights.iter().fold(0_u64, |sum, &weight| sum.saturating_add(weight));
         if n_turns > MAX_CYCLE {
-            return Err(Error::MixtureCycle { turns: n_turns, max: MAX_CYCLE });
+            return Err(Error::weights(format!(
+                "the mixture has a cycle of {n_turns} entries, the limit is {MAX_CYCLE}; round its weights"
+            )));
         }
         let mut cycle =
             Self { turns: Vec::new(), turns_of_parts: vec![Vec::new(); weights.len()], weights };
@@ -136,12 +137,15 @@ mod tests {
     #[test]
     fn invalid_weights_are_rejected() {
         let error = |weights: &[u64]| TurnCycle::new(weights).unwrap_err();
-        assert_eq!(error(&[0, 0]), Error::NoWeight { weights: 2 });
-        assert_eq!(error(&[]), Error::NoWeight { weights: 0 });
-        let (turns, max) = (MAX_CYCLE + 1, MAX_CYCLE);
-        assert_eq!(error(&[max, 1]), Error::MixtureCycle { turns, max });
+        assert_eq!(error(&[0, 0]), Error::no_weight(2));
+        assert_eq!(error(&[]), Error::no_weight(0));
+        let max = MAX_CYCLE;
+        let too_long = |error: Error, turns: u64| {
+            assert!(error.to_string().contains(&format!("{turns} entries, the limit is {max};")));
+        };
+        too_long(error(&[max, 1]), max + 1);
         assert!(TurnCycle::new(&[max - 1, 1]).is_ok(), "the longest cycle");
         assert!(TurnCycle::new(&[u64::MAX, u64::MAX]).is_ok(), "equal weights are 1 and 1");
-        assert_eq!(error(&[u64::MAX, 1]), Error::MixtureCycle { turns: u64::MAX, max });
+        too_long(error(&[u64::MAX, 1]), u64::MAX);
     }
 }

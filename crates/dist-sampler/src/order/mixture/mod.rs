@@ -121,8 +121,10 @@ impl MixtureOrder {
     pub(super) fn set_weights_from(&mut self, from: u64, weights: &[u64]) -> Result<()> {
         let n_parts = self.n_parts();
         if weights.len() != n_parts {
-            let (weights, expected) = (weights.len(), n_parts as u64);
-            return Err(Error::WeightCount { weights, expected, what: "parts of the mixture" });
+            let n_weights = weights.len();
+            return Err(Error::weights(format!(
+                "{n_weights} weights were given for {n_parts} parts of the mixture"
+            )));
         }
         let cycle = TurnCycle::new(weights)?;
         let n_earlier = self.phases.partition_point(|phase| phase.from < from);

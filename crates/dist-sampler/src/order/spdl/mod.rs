@@ -38,8 +38,9 @@ impl SpdlDraws {
         table::check_len(n_samples)?;
         let cumulative = match weights {
             Some(weights) if weights.len() as u64 != n_samples => {
-                let (weights, expected) = (weights.len(), n_samples);
-                return Err(Error::WeightCount { weights, expected, what: "samples" });
+                let n_weights = weights.len();
+                let reason = format!("{n_weights} weights were given for {n_samples} samples");
+                return Err(Error::weights(reason));
             }
             Some(weights) => cumulate(weights)?,
             None if draws > n_samples => {

@@ -11,11 +11,10 @@
 //! P(|z| ≥ t) ≤ 2 exp(−t² / 2).
 //!
 //! For a count of rare events (Poisson) and for a sum of squares (chi-square) this is Chernoff's
-//! bound if z is the signed root of the deviance: [`z_of_count`], [`z_of_squares`]. Correlations
-//! are standardized by their exact moments and taken as normal. By Bonferroni's inequality, all n
-//! statistics of a battery stay below √(2 ln(2n / α)) except with probability α, even if they
-//! depend on each other: [`threshold`]. The seeds are fixed, so the result is the same in every
-//! run.
+//! bound if z is the signed root of the deviance: [`z_of_count`], [`z_of_squares`]. By Bonferroni's
+//! inequality, all n statistics of a battery stay below √(2 ln(2n / α)) except with probability α,
+//! even if they depend on each other: [`threshold`]. The seeds are fixed, so the result is the same
+//! in every run.
 //!
 //! # Number of rounds
 //!
@@ -136,9 +135,6 @@ fn signed_root(sign: f64, deviance: f64) -> f64 {
     deviance.max(0.0).sqrt().copysign(sign)
 }
 
-/// Number of epochs from which the rarest number of fixed points is expected 5 times.
-const MANY_EPOCHS: usize = 264;
-
 /// The complete orders of successive epochs.
 struct EpochOrders {
     len: usize,
@@ -154,16 +150,7 @@ impl EpochOrders {
     }
 
     fn findings(&self) -> Vec<TestStatistic> {
-        let mut findings = vec![self.fixed_points(), self.cycles(), self.first_cycle()];
-        if self.epochs.len() >= MANY_EPOCHS {
-            findings.push(self.distribution_of_fixed_points());
-        }
-        findings.extend([
-            self.matches_of_epochs(),
-            self.correlation_of_epochs(),
-            self.correlation_with_positions(),
-        ]);
-        findings.extend(self.differences_of_epochs());
+        let mut findings = Vec::from(self.differences_of_epochs());
         findings.extend(self.displacements());
         findings.extend(
             strides(self.len as u64).into_iter().flat_map(|stride| self.neighbors(stride as usize)),
@@ -179,81 +166,6 @@ impl EpochOrders {
         self.epochs.len() as f64
     }
 
-    /// Computes the z of a sum of one standardized variable per independent order.
-    fn z_of_sum(terms: impl ExactSizeIterator<Item = f64>) -> f64 {
-        let n = terms.len() as f64;
-        terms.sum::<f64>() / n.sqrt()
-    }
-
-    /// Counts fixed points, which are Poisson(1) in a random permutation except for a part in N!.
-    fn fixed_points(&self) -> TestStatistic {
-        let positions = identity(self.len);
-        let n: usize = self.epochs.iter().map(|epoch| matches(epoch, &positions)).sum();
-        finding("fixed points", z_of_count(n as f64, self.n_epochs()))
-    }
-
-    /// Counts orders with 0, 1, 2, 3 and more fixed points; the last class is the smallest, with
-    /// 1.9 %.
-    fn distribution_of_fixed_points(&self) -> TestStatistic {
-        let (positions, mut counts) = (identity(self.len), [0.0; 5]);
-        self.epochs.iter().for_each(|epoch| counts[matches(epoch, &positions).min(4)] += 1.0);
-        let few = [1.0, 1.0, 1.0 / 2.0, 1.0 / 6.0].map(|weight| weight / std::f64::consts::E);
-        let chances = few.into_iter().chain([1.0 - few.iter().sum::<f64>()]);
-        let expected = chances.map(|chance| chance * self.n_epochs());
-        let squares = counts
-            .iter()
-            .zip(expected)
-            .map(|(count, expected)| (count - expected).powi(2) / expected)
-            .sum();
-        finding("distribution of fixed points", z_of_squares(squares, 4.0))
-    }
-
-    /// Counts cycles.
-    ///
-    /// The i-th choice of a next element closes a cycle with probability 1 / (N + 1 − i),
-    /// independently of the other choices. Chernoff's bound for Poisson variables holds for sums of
-    /// independent events.
-    fn cycles(&self) -> TestStatistic {
-        let mean: f64 = (1..=self.len).map(|left| 1.0 / left as f64).sum();
-        let n: usize = self.epochs.iter().map(|epoch| n_cycles(epoch)).sum();
-        finding("cycles", z_of_count(n as f64, self.n_epochs() * mean))
-    }
-
-    /// Measures the cycle of 0.
-    ///
-    /// The cycle has every length from 1 to N with the same probability. The tails of such a
-    /// variable are below the tails of a normal variable with the same variance.
-    fn first_cycle(&self) -> TestStatistic {
-        let n = self.len as f64;
-        let deviation = ((n * n - 1.0) / 12.0).sqrt();
-        let lens = self.epochs.iter().map(|epoch| cycle_len(epoch, 0) as f64);
-        finding(
-            "length of the cycle of 0",
-            Self::z_of_sum(lens.map(|len| (len - 0.5 - n / 2.0) / deviation)),
-        )
-    }
-
-    /// Counts positions where successive orders match, which are the fixed points of their
-    /// quotient.
-    fn matches_of_epochs(&self) -> TestStatistic {
-        let n: usize = self.epochs.windows(2).map(|pair| matches(&pair[0], &pair[1])).sum();
-        finding("matches with the next epoch", z_of_count(n as f64, self.n_epochs() - 1.0))
-    }
-
-    fn correlation_of_epochs(&self) -> TestStatistic {
-        let pairs = self.epochs.windows(2);
-        finding(
-            "rank correlation with the next epoch",
-            Self::z_of_sum(pairs.map(|pair| z_of_ranks(&pair[0], &pair[1]))),
-        )
-    }
-
-    fn correlation_with_positions(&self) -> TestStatistic {
-        let positions = identity(self.len);
-        let correlations = self.epochs.iter().map(|epoch| z_of_ranks(epoch, &positions));
-        finding("rank correlation with positions", Self::z_of_sum(correlations))
-    }
-
     fn differences_of_epochs(&self) -> [TestStatistic; 3] {
         let mut differences = DifferenceCounts::new(self.len, self.len);
         self.epochs.windows(2).for_each(|pair| differences.add(&pair[0], &pair[1]));
@@ -267,23 +179,13 @@ impl EpochOrders {
         differences.findings("position and sample")
     }
 
-    /// Tests differences (never 0) and correlation of samples `stride` positions apart.
-    fn neighbors(&self, stride: usize) -> Vec<TestStatistic> {
+    /// Tests differences (never 0) of samples `stride` positions apart.
+    fn neighbors(&self, stride: usize) -> [TestStatistic; 3] {
         let mut differences = DifferenceCounts::new(self.len, self.len - 1);
         self.epochs
             .iter()
             .for_each(|epoch| differences.add(&epoch[..self.len - stride], &epoch[stride..]));
-        let mut findings = Vec::from(differences.findings(&format!("stride {stride}")));
-        // At half the length each pair would count twice.
-        if 2 * stride != self.len {
-            let correlations =
-                self.epochs.iter().map(|epoch| z_of_serial_correlation(epoch, stride));
-            findings.push(finding(
-                format!("stride {stride}: serial correlation"),
-                Self::z_of_sum(correlations),
-            ));
-        }
-        findings
+        differences.findings(&format!("stride {stride}"))
     }
 
     /// Counts the samples of each part of the data set per rank and epoch.
@@ -317,57 +219,6 @@ fn strides(len: u64) -> Vec<u64> {
 
 fn identity(len: usize) -> Vec<u32> {
     (0..len as u32).collect()
-}
-
-fn matches(one: &[u32], other: &[u32]) -> usize {
-    one.iter().zip(other).filter(|(a, b)| a == b).count()
-}
-
-fn n_cycles(order: &[u32]) -> usize {
-    let mut is_seen = vec![false; order.len()];
-    let mut n = 0;
-    for start in 0..order.len() {
-        n += usize::from(!is_seen[start]);
-        let mut position = start;
-        while !is_seen[position] {
-            is_seen[position] = true;
-            position = order[position] as usize;
-        }
-    }
-    n
-}
-
-fn cycle_len(order: &[u32], start: u32) -> usize {
-    1 + std::iter::successors(Some(order[start as usize]), |&at| Some(order[at as usize]))
-        .take_while(|&at| at != start)
-        .count()
-}
-
-/// Computes Spearman's correlation of two orders, standardized: it has mean 0 and variance
-/// 1 / (N − 1).
-fn z_of_ranks(one: &[u32], other: &[u32]) -> f64 {
-    let n = one.len() as f64;
-    let center = (n - 1.0) / 2.0;
-    let products =
-        one.iter().zip(other).map(|(&a, &b)| (f64::from(a) - center) * (f64::from(b) - center));
-    products.sum::<f64>() / (n * (n * n - 1.0) / 12.0) * (n - 1.0).sqrt()
-}
-
-/// Computes the circular correlation of an order with itself, shifted by `stride`, standardized by
-/// its exact moments (Wald and Wolfowitz, "An Exact Test for Randomness in the Non-Parametric Case
-/// Based on Serial Correlation", 1943).
-fn z_of_serial_correlation(order: &[u32], stride: usize) -> f64 {
-    let n = order.len() as f64;
-    let center = (n - 1.0) / 2.0;
-    let squares = n * (n * n - 1.0) / 12.0;
-    let fourths = squares * (3.0 * n * n - 7.0) / 20.0;
-    let mean = -squares / (n - 1.0);
-    let overlapping = (squares * squares - fourths) / (n - 1.0);
-    let disjoint = (squares * squares - 2.0 * fourths) / ((n - 1.0) * (n - 2.0));
-    let shifted = order[stride..].iter().chain(&order[..stride]);
-    let products =
-        order.iter().zip(shifted).map(|(&a, &b)| (f64::from(a) - center) * (f64::from(b) - center));
-    (products.sum::<f64>() - mean) / (overlapping + disjoint - mean * mean).sqrt()
 }
 
 /// Counts of each difference, modulo the length, between paired samples of many orders.

@@ -272,41 +272,4 @@ proptest! {
             check_steps(&lengths, &config, world, steps);
         }
     }
-
-    #[test]
-    fn huge_numbers_do_not_overflow(
-        lengths in prop::collection::vec(
-            prop_oneof![any::<u64>(), Just(u64::MAX), 0_u64..3],
-            0..12,
-        ),
-        max_tokens in prop_oneof![any::<u64>(), Just(u64::MAX), 1_u64..100],
-        multiple in prop_oneof![any::<u64>(), Just(u64::MAX), 1_u64..4],
-        cost in prop_oneof![
-            Just(Cost::ATTENTION),
-            Just(Cost { per_sequence: u64::MAX, ..Cost::TOKENS }),
-        ],
-    ) {
-        for strategy in strategies() {
-            let mut config =
-                BatchConfig::default().with_strategy(strategy).with_max_tokens(max_tokens);
-            if !is_packing(&config) {
-                config = config
-                    .with_batch_size_multiple(multiple)
-                    .with_length_multiple(multiple)
-                    .with_max_cost(u64::MAX, cost);
-            }
-            let Ok(sampler) = DynamicBatchSampler::new(&lengths, config) else { continue };
-            let _ = sampler.iter().collect::<Vec<_>>();
-            let grouped = DistributedConfig::default();
-            let dealt = grouped.with_layout(StepLayout::Dealt).with_cost(cost);
-            for config in [grouped, dealt] {
-                let placement = Placement::new(0, 3).unwrap();
-                let sampler = DistributedBatchSampler::new(sampler.clone(), placement, config);
-                if let Ok(sampler) = sampler {
-                    let steps = sampler.epoch(Epoch::ZERO, 0..lengths.len() as u64);
-                    let _ = steps.map(Iterator::count);
-                }
-            }
-        }
-    }
 }

@@ -327,36 +327,4 @@ proptest! {
         prop_assume!(is_valid(&config));
         check(&lengths, &config);
     }
-
-    #[test]
-    fn huge_numbers_do_not_overflow(
-        lengths in prop::collection::vec(
-            prop_oneof![any::<u64>(), Just(u64::MAX), 0_u64..3],
-            0..20,
-        ),
-        max_batch_size in prop::option::of(prop_oneof![any::<u64>(), Just(u64::MAX), 1_u64..4]),
-        max_tokens in prop::option::of(prop_oneof![any::<u64>(), Just(u64::MAX)]),
-        max_sequence_length in prop::option::of(any::<u64>()),
-        width in any::<u64>(),
-        multiple in prop_oneof![any::<u64>(), Just(u64::MAX), 1_u64..4],
-    ) {
-        for strategy in [
-            DynamicBatchStrategy::PadToMax,
-            DynamicBatchStrategy::Dynamic,
-            DynamicBatchStrategy::Bucket(Buckets::Width(width)),
-        ] {
-            let mut config =
-                BatchConfig::default().with_strategy(strategy).with_overlong(Overlong::Skip);
-            config.max_batch_size = max_batch_size;
-            config.max_tokens = max_tokens;
-            config.max_sequence_length = max_sequence_length;
-            config.batch_size_multiple = multiple;
-            let Ok(sampler) = DynamicBatchSampler::new(&lengths, config) else { continue };
-            for batch in sampler.iter().flatten() {
-                let tokens = (batch.len() as u64).checked_mul(batch.padded_length);
-                let max = max_tokens.unwrap_or(u64::MAX);
-                prop_assert!(tokens.is_some_and(|tokens| tokens <= max));
-            }
-        }
-    }
 }

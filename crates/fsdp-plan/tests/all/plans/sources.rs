@@ -234,21 +234,6 @@ fn offsets_beyond_64_bits_are_rejected() {
 }
 
 #[test]
-fn hostile_nesting_is_rejected() {
-    let nested = format!("{}{}", "[".repeat(10_000), "]".repeat(10_000));
-    for text in
-        [format!(r#"{{"a": {nested}}}"#), format!(r#"{{"a": {{"shape": {nested}}}}}"#), nested]
-    {
-        assert!(matches!(read(&text), Err(Error::Source(SourceError::Malformed { .. }))));
-        assert!(matches!(from_manifest(&text), Err(Error::Source(SourceError::Malformed { .. }))));
-        assert!(matches!(
-            from_index(&text, no_parameters),
-            Err(Error::Source(SourceError::Malformed { .. }))
-        ));
-    }
-}
-
-#[test]
 fn duplicate_tensors_are_rejected() {
     let twice = Error::InvalidParameter { name: "a".into(), reason: "is listed twice".into() };
     let entry = r#""a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}"#;
