@@ -249,7 +249,11 @@ fn micro_batches_of_all_steps_are_read() {
     for (name, steps, micro_steps) in [
         ("grouped", steps().with_accumulation(2), 2),
         ("grid", grid(GridConfig::default()).with_accumulation(4), 4),
-        ("global batch", grid(GridConfig::default().with_global_batch_size(64)), 4),
+        (
+            "global batch",
+            grid(GridConfig { global_batch_size: Some(64), ..GridConfig::default() }),
+            4,
+        ),
     ] {
         let loader = |place, n_workers| {
             let config =

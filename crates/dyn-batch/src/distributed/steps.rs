@@ -38,7 +38,7 @@ use crate::{
 /// let batches =
 ///     DynamicBatchSampler::new([9_u32, 2, 3, 8], BatchConfig::default().with_max_tokens(10))?;
 /// let config = DistributedConfig::default()
-///     .with_layout(StepLayout::Grid(GridConfig::default().with_global_batch_size(4)));
+///     .with_layout(StepLayout::Grid(GridConfig { global_batch_size: Some(4), ..GridConfig::default() }));
 /// let sampler = DistributedBatchSampler::new(batches, Placement::SINGLE, config)?;
 /// let step = sampler.epoch(Epoch::ZERO, 0..4)?.next().ok_or("no step")?;
 /// let weights: Vec<u64> = step.micro_batches.iter().map(|batch| batch.real_tokens).collect();

@@ -21,31 +21,17 @@ pub enum Synchronization {
 /// ```
 /// use dyn_batch::{DistributedConfig, GridConfig, StepLayout};
 ///
-/// let grid = GridConfig::default().with_global_batch_size(512);
+/// let grid = GridConfig { global_batch_size: Some(512), ..GridConfig::default() };
 /// let config = DistributedConfig::default().with_layout(StepLayout::Grid(grid)).with_accumulation(4);
 /// assert_eq!(config.accumulation, Some(4));
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(default, deny_unknown_fields))]
-#[non_exhaustive]
+#[expect(clippy::exhaustive_structs, reason = "callers take the other fields from `Default`")]
 pub struct GridConfig {
-    /// Number of sequences of a step; as many as fit by default.
+    /// Number of sequences of a step over all ranks; as many as fit by default.
     pub global_batch_size: Option<u64>,
     /// Points at which ranks wait for each other; [`Synchronization::MicroStep`] by default.
     pub synchronization: Synchronization,
-}
-
-impl GridConfig {
-    /// Sets the number of sequences of a step over all ranks; as many as fit by default.
-    #[must_use]
-    pub fn with_global_batch_size(self, global_batch_size: u64) -> Self {
-        Self { global_batch_size: Some(global_batch_size), ..self }
-    }
-
-    /// Sets the points at which ranks wait for each other; [`Synchronization::MicroStep`] by default.
-    #[must_use]
-    pub fn with_synchronization(self, synchronization: Synchronization) -> Self {
-        Self { synchronization, ..self }
-    }
 }

@@ -21,7 +21,7 @@ use crate::grid::config::Synchronization;
 ///
 /// let lengths: Vec<u32> = (0..64).map(|i| 8 + i * 37 % 120).collect();
 /// let batches = DynamicBatchSampler::new(lengths, BatchConfig::default().with_max_tokens(1024))?;
-/// let grid = GridConfig::default().with_global_batch_size(32);
+/// let grid = GridConfig { global_batch_size: Some(32), ..GridConfig::default() };
 /// let config = DistributedConfig::default()
 ///     .with_layout(StepLayout::Grid(grid))
 ///     .with_accumulation(2)

@@ -79,7 +79,8 @@ fn packed_grids_wait_little() {
             rows.iter_order(step * size..(step + 1) * size).count().next_multiple_of(8)
         });
         let best_fit: usize = best_fit.sum();
-        let grid = StepLayout::Grid(GridConfig::default().with_global_batch_size(size));
+        let grid =
+            StepLayout::Grid(GridConfig { global_batch_size: Some(size), ..GridConfig::default() });
         let config = DistributedConfig::default().with_layout(grid).with_cost(Cost::ATTENTION);
         let sampler =
             DistributedBatchSampler::new(rows, Placement::new(0, 8).unwrap(), config).unwrap();

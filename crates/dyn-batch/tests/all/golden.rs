@@ -179,8 +179,7 @@ fn grids_are_pinned() {
     ] {
         let mut digest = Fingerprint::new();
         for synchronization in [Synchronization::MicroStep, Synchronization::Step] {
-            let mut grid = GridConfig::default().with_synchronization(synchronization);
-            grid.global_batch_size = global_batch_size;
+            let grid = GridConfig { global_batch_size, synchronization };
             let mut config = DistributedConfig::default()
                 .with_layout(StepLayout::Grid(grid))
                 .with_shuffle(Seed::new(9))

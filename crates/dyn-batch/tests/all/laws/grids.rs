@@ -157,7 +157,7 @@ proptest! {
         };
         let synchronization =
             if waits_once { Synchronization::Step } else { Synchronization::MicroStep };
-        let mut grid = GridConfig::default().with_synchronization(synchronization);
+        let mut grid = GridConfig { synchronization, ..GridConfig::default() };
         grid.global_batch_size = global_batch_size;
         let mut config = DistributedConfig::default()
             .with_layout(StepLayout::Grid(grid))
@@ -176,7 +176,7 @@ proptest! {
 fn global_batches_are_equal_in_every_world() {
     let lengths: Vec<u64> = (0..100).map(|n| 1 + n * 37 % 61).collect();
     let batches = BatchConfig::default().with_max_tokens(400).with_remainder(Remainder::Keep);
-    let grid = GridConfig::default().with_global_batch_size(24);
+    let grid = GridConfig { global_batch_size: Some(24), ..GridConfig::default() };
     let config = DistributedConfig::default().with_layout(StepLayout::Grid(grid));
     let epoch = GridEpoch::new(lengths, batches, config);
     let order: Vec<u64> = epoch.order().collect();
@@ -191,8 +191,10 @@ fn global_batches_are_equal_in_every_world() {
 
 #[test]
 fn accumulation_is_the_fewest_within_limits() {
-    let config = DistributedConfig::default()
-        .with_layout(StepLayout::Grid(GridConfig::default().with_global_batch_size(8)));
+    let config = DistributedConfig::default().with_layout(StepLayout::Grid(GridConfig {
+        global_batch_size: Some(8),
+        ..GridConfig::default()
+    }));
     let batches = BatchConfig::default().with_max_tokens(20);
     let epoch = GridEpoch::new([vec![10; 8], vec![5; 8]].concat(), batches, config);
     let steps = epoch.sampler(0, 2).unwrap().epoch(EPOCH, 0..16).unwrap();
@@ -214,7 +216,9 @@ fn longest_prefix_fills_each_grid() {
 
 #[test]
 fn grids_that_cannot_be_filled_are_errors() {
-    let grid = |size| StepLayout::Grid(GridConfig::default().with_global_batch_size(size));
+    let grid = |size| {
+        StepLayout::Grid(GridConfig { global_batch_size: Some(size), ..GridConfig::default() })
+    };
     let epoch = |layout, accumulation| {
         let config =
             DistributedConfig::default().with_layout(layout).with_accumulation(accumulation);

@@ -14,8 +14,7 @@ pub(super) fn with_separators(number: u128) -> String {
 
 /// Formats a number with its noun: `1 rank`, `8 ranks`.
 pub(super) fn with_noun(number: u128, noun: &str) -> String {
-    let plural = if number == 1 { "" } else { "s" };
-    format!("{} {noun}{plural}", HumanCount(number))
+    HumanCount(number).with_noun(noun)
 }
 
 /// Draws a bar for `part` on the scale of `largest`, rounded.
