@@ -200,13 +200,13 @@ pub(crate) struct RankPositions {
 
 impl RankPositions {
     pub(crate) fn len(&self) -> u64 {
-        self.regular.len() + (self.rest.end - self.rest.start)
+        self.regular.len + (self.rest.end - self.rest.start)
     }
 
     /// Returns the `n`-th position, or `None` beyond the last.
     pub(crate) fn get(&self, n: u64) -> Option<u64> {
         self.regular.get(n).or_else(|| {
-            let position = (n - self.regular.len()).checked_add(self.rest.start)?;
+            let position = (n - self.regular.len).checked_add(self.rest.start)?;
             self.rest.contains(&position).then_some(position)
         })
     }
@@ -214,6 +214,6 @@ impl RankPositions {
     /// Returns the step between positions, and the number of positions before the incomplete last
     /// round.
     pub(crate) fn stride(&self) -> (u64, u64) {
-        (self.regular.step(), self.regular.len())
+        (self.regular.step, self.regular.len)
     }
 }

@@ -61,8 +61,10 @@ fn fraction(len: u64, part: u128, total: u128) -> u64 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Strided {
     first: u64,
-    step: u64,
-    len: u64,
+    /// Distance between items.
+    pub(crate) step: u64,
+    /// Number of items.
+    pub(crate) len: u64,
 }
 
 impl Strided {
@@ -71,16 +73,6 @@ impl Strided {
         let part = balanced(len, place);
         let (first, step) = (place.rank().as_u64(), place.world_size().as_u64());
         Self { first, step, len: part.end - part.start }
-    }
-
-    /// Returns the number of items.
-    pub(crate) fn len(self) -> u64 {
-        self.len
-    }
-
-    /// Returns the distance between items.
-    pub(crate) fn step(self) -> u64 {
-        self.step
     }
 
     /// Returns the `n`-th item, or `None` beyond the end.

@@ -32,8 +32,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         .with_strategy(strategy)
         .with_remainder(Remainder::Keep)
         .with_max_tokens(number("max_tokens").ok_or("no max_tokens")?);
-    let mut grid = GridConfig::default();
-    grid.global_batch_size = number("global_batch_size");
+    let global_batch_size = number("global_batch_size");
+    let grid = GridConfig { global_batch_size, ..GridConfig::default() };
     let mut steps = DistributedConfig::default()
         .with_layout(StepLayout::Grid(grid))
         .with_cost(Cost { per_sequence, per_token, per_token_squared });

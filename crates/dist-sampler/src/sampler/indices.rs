@@ -23,17 +23,17 @@ pub struct Indices<'a> {
 
 impl<'a> Indices<'a> {
     pub(crate) fn new(sampler: &'a DistributedSampler, numbers: Strided) -> Self {
-        Self { sampler, numbers, remaining: 0..numbers.len(), block: [0; BLOCK], in_block: 0..0 }
+        Self { sampler, numbers, remaining: 0..numbers.len, block: [0; BLOCK], in_block: 0..0 }
     }
 
     /// Returns the `n`-th index, from the last block or else from a new block that begins with it.
     #[expect(clippy::cast_possible_truncation, reason = "a block has at most `BLOCK` indices")]
     fn read(&mut self, n: u64) -> u64 {
         if !self.in_block.contains(&n) {
-            let count = (self.numbers.len() - n).min(BLOCK as u64);
+            let count = (self.numbers.len - n).min(BLOCK as u64);
             let first = number(self.numbers, n);
             let block = &mut self.block[..count as usize];
-            self.sampler.fill_every(self.numbers.step(), first, block);
+            self.sampler.fill_every(self.numbers.step, first, block);
             self.in_block = n..n + count;
         }
         self.block[(n - self.in_block.start) as usize]

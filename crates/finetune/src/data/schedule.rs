@@ -181,8 +181,8 @@ impl BatchSchedule {
         step_config.accumulation = batching.accumulate;
         if batching.is_grid {
             // The batch size is the number of sequences in a step.
-            let mut grid = GridConfig::default();
-            grid.global_batch_size = batching.max_batch_size;
+            let global_batch_size = batching.max_batch_size;
+            let grid = GridConfig { global_batch_size, ..GridConfig::default() };
             step_config = step_config.with_layout(StepLayout::Grid(grid));
             batch_config = batch_config.with_remainder(Remainder::Keep);
         }

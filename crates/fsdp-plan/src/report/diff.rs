@@ -6,7 +6,8 @@ use crate::plan::{PlannedParameter, ShardingPlan};
 
 /// The differences between two plans, possibly of two versions of a model.
 ///
-/// [`Display`](std::fmt::Display) writes one line per difference.
+/// [`Display`](std::fmt::Display) writes one line per difference. Another order of the parameters is
+/// none.
 ///
 /// # Examples
 ///
@@ -25,7 +26,7 @@ use crate::plan::{PlannedParameter, ShardingPlan};
 ///     PlanDiff::new(&old, &new).to_string(),
 ///     "strategy: full → layer-wise\nworld size: 4 → 2\n~ fc.weight: along dim 0 → whole on 0"
 /// );
-/// assert!(PlanDiff::new(&old, &old).is_empty());
+/// assert_eq!(PlanDiff::new(&old, &old).to_string(), "the plans are the same");
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -63,15 +64,6 @@ impl<'a> PlanDiff<'a> {
             }
         }
         diff
-    }
-
-    /// Returns true if the plans differ at most in the order of the parameters.
-    #[doc(hidden)]
-    pub fn is_empty(&self) -> bool {
-        self.plan.is_empty()
-            && self.removed.is_empty()
-            && self.added.is_empty()
-            && self.changed.is_empty()
     }
 }
 

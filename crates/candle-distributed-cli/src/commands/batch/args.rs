@@ -473,9 +473,8 @@ impl BatchArgs {
             None | Some(StepsArg::Grouped) => StepLayout::Grouped,
             Some(StepsArg::Dealt) => StepLayout::Dealt,
             Some(StepsArg::Grid) => {
-                let mut grid = GridConfig::default();
-                grid.global_batch_size = self.global_batch;
-                StepLayout::Grid(grid)
+                let global_batch_size = self.global_batch;
+                StepLayout::Grid(GridConfig { global_batch_size, ..GridConfig::default() })
             }
         };
         // With micro-batches, --cost is accepted in place of --step-cost; `check_grid` rejects both

@@ -243,11 +243,7 @@ fn compare(old: &ShardingPlan, new: &ShardingPlan, format: FormatArg) -> Result<
 }
 
 fn write_comparison(comparison: &PlanComparison<'_>, out: &mut dyn Write) -> io::Result<()> {
-    if comparison.diff.is_empty() {
-        writeln!(out, "the plans are the same")?;
-    } else {
-        writeln!(out, "{}", comparison.diff)?;
-    }
+    writeln!(out, "{}", comparison.diff)?;
     match (comparison.reshard, comparison.reshard_renumbered) {
         (Some(plain), Some(renumbered)) => {
             writeln!(

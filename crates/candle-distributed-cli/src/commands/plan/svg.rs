@@ -143,7 +143,7 @@ fn draw_chart(
         .x_desc(rank_axis(n_ranks, ranks.len()))
         .y_labels(highest.clamp(1, 6) as usize + 1)
         .y_label_formatter(&|number| ((number * 1000.0).round() / 1000.0).to_string())
-        .y_desc(format!("at the peak ({})", unit_name))
+        .y_desc(format!("at the peak ({unit_name})"))
         .draw()?;
     for (position, rank) in ranks.iter().enumerate() {
         draw_column(&mut chart, position as f64, rank, unit)?;

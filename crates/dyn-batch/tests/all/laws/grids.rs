@@ -157,8 +157,7 @@ proptest! {
         };
         let synchronization =
             if waits_once { Synchronization::Step } else { Synchronization::MicroStep };
-        let mut grid = GridConfig { synchronization, ..GridConfig::default() };
-        grid.global_batch_size = global_batch_size;
+        let grid = GridConfig { global_batch_size, synchronization };
         let mut config = DistributedConfig::default()
             .with_layout(StepLayout::Grid(grid))
             .with_cost(Cost { per_sequence: 1, per_token: 2, per_token_squared: 3 });

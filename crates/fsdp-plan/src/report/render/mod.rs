@@ -113,7 +113,10 @@ fn budget_line(budget: &BudgetReport, rank: &RankCost) -> String {
 /// Writes one line per difference, without a final line break.
 impl fmt::Display for PlanDiff<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&diff::lines(self).join("\n"))
+        match &diff::lines(self)[..] {
+            [] => f.write_str("the plans are the same"),
+            lines => f.write_str(&lines.join("\n")),
+        }
     }
 }
 

@@ -30,9 +30,9 @@ fn build(cuts: &[(ParameterInfo, Cut)]) -> Result<ShardingPlan, Error> {
 }
 
 /// Checks that an error is about the cut of a parameter, with these words.
-fn rejects_cut(error: Error, at_fault: &str, words: &str) {
+fn rejects_cut(error: &Error, at_fault: &str, words: &str) {
     assert!(
-        matches!(&error, Error::InvalidCut { name, reason } if name == at_fault && reason.contains(words)),
+        matches!(error, Error::InvalidCut { name, reason } if name == at_fault && reason.contains(words)),
         "{error}"
     );
 }
@@ -115,7 +115,7 @@ fn flat_units_reject_mixed_parameters() {
     for (second, expected) in [(half, "dtype"), (frozen, "whether they are trained")] {
         let error =
             Full::new(Layout::Flat).plan(&[first.clone(), second.clone()], world(2)).unwrap_err();
-        rejects_cut(error, "h.0.b", &format!("differs from h.0.a in {expected}"));
+        rejects_cut(&error, "h.0.b", &format!("differs from h.0.a in {expected}"));
         let separate = [first.clone(), second.with_unit("other")];
         assert!(Full::new(Layout::Flat).plan(&separate, world(2)).is_ok());
     }
@@ -126,7 +126,7 @@ fn contradictory_cuts_are_rejected() {
     let info = f32_parameter("a", &[3]);
     let gathered = info.clone().with_always_gather(true);
     let error = build(&[(gathered, Cut::Dim0)]).unwrap_err();
-    rejects_cut(error, "a", "must always be gathered, but the plan cuts it");
+    rejects_cut(&error, "a", "must always be gathered, but the plan cuts it");
     let foreign = build(&[(info.clone(), Cut::Whole { owner: rank(2, 3) })]);
     assert!(
         matches!(foreign, Err(Error::World(types::Error::RankOutOfRange { rank: 2, .. }))),
@@ -144,7 +144,7 @@ fn contradictory_cuts_are_rejected() {
         ([flat(u64::MAX, 5), flat(3, 5)], "a"),
     ] {
         let built = build(&[(info.clone(), cuts[0]), (other.clone(), cuts[1])]);
-        rejects_cut(built.unwrap_err(), at_fault, "is at offset");
+        rejects_cut(&built.unwrap_err(), at_fault, "is at offset");
     }
     assert!(build(&[(info, flat(0, 5)), (other, flat(3, 5))]).is_ok());
 }
@@ -260,9 +260,9 @@ fn ties_are_checked() {
         }
     }
     let untied = build(&[(embedding.clone(), Cut::Tied)]).unwrap_err();
-    rejects_cut(untied, "wte.weight", "is untied, but the plan treats it as tied");
+    rejects_cut(&untied, "wte.weight", "is untied, but the plan treats it as tied");
     let cut = build(&[(embedding, Cut::Dim0), (tied("b", &[5, 2], "wte.weight"), Cut::Dim0)]);
-    rejects_cut(cut.unwrap_err(), "b", "is tied, but the plan treats it as untied");
+    rejects_cut(&cut.unwrap_err(), "b", "is tied, but the plan treats it as untied");
 }
 
 #[test]
@@ -276,7 +276,7 @@ fn dtype_blocks_are_never_cut() {
     assert_eq!(by_rows.ranks.iter().map(|rank| rank.param_bytes).collect::<Vec<_>>(), [72; 3]);
     for layout in [Layout::Dim0, Layout::Flat, Layout::FlatAligned] {
         let error = Full::new(layout).plan(slice::from_ref(&column), world(2)).unwrap_err();
-        rejects_cut(error, "column", "use a ragged layout");
+        rejects_cut(&error, "column", "use a ragged layout");
     }
     for layout in [Layout::ROWS, Layout::BlockRagged { block: 3 }] {
         let plan = Full::new(layout).plan(&[rows.clone(), column.clone()], world(5)).unwrap();
@@ -295,7 +295,7 @@ fn dtype_blocks_are_never_cut() {
         |granule, round_up_from| Cut::Ragged { offset: 0, unit_bytes: 216, granule, round_up_from };
     for (bytes, round_up_from) in [(0, 0), (18, 0), (18, 19), (20, 1)] {
         let built = build(&[(rows.clone(), granule(bytes, round_up_from))]);
-        rejects_cut(built.unwrap_err(), "rows", "has invalid granules");
+        rejects_cut(&built.unwrap_err(), "rows", "has invalid granules");
     }
     assert!(build(&[(rows, granule(36, 36))]).is_ok());
 }
