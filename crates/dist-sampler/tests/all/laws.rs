@@ -266,22 +266,23 @@ fn length_selects_the_shuffle() {
     assert_ne!(order(128, Order::Streaming), order(128, Order::Exact));
 }
 
-/// Creates a weighted and a stratified sampler for rank 1 of 2.
-fn weighted_and_stratified(config: SamplerConfig) -> [DistributedSampler; 2] {
+/// Creates a weighted, a stratified and a sharded sampler for rank 1 of 2.
+fn drawn(config: SamplerConfig) -> [DistributedSampler; 3] {
     let me = Placement::new(1, 2).unwrap();
     let labels: Vec<u32> = (0..60).map(|n| n % 3).collect();
     [
         DistributedSampler::weighted(&[1.0, 2.0, 0.0, 4.0], 60, me, config).unwrap(),
         DistributedSampler::stratified(&labels, Quota::All, me, config).unwrap(),
+        DistributedSampler::sharded(&[10, 20, 30], 4, me, config).unwrap(),
     ]
 }
 
 #[test]
-fn draws_and_strata_follow_seed_and_epoch() {
+fn draws_follow_seed_and_epoch() {
     let config = SamplerConfig::default().with_seed(Seed::new(1));
-    let first = weighted_and_stratified(config);
-    let later = weighted_and_stratified(config.with_epoch(Epoch::new(4)));
-    let other_seed = weighted_and_stratified(config.with_seed(Seed::new(2)));
+    let first = drawn(config);
+    let later = drawn(config.with_epoch(Epoch::new(4)));
+    let other_seed = drawn(config.with_seed(Seed::new(2)));
     for ((mut sampler, later), other_seed) in first.into_iter().zip(later).zip(other_seed) {
         assert!(sampler.iter().ne(later.iter()));
         assert!(sampler.iter().ne(other_seed.iter()));
@@ -293,7 +294,7 @@ fn draws_and_strata_follow_seed_and_epoch() {
 #[test]
 fn resuming_requires_equal_weights_and_labels() {
     let config = SamplerConfig::default();
-    let [weighted, stratified] = weighted_and_stratified(config);
+    let [weighted, stratified, _] = drawn(config);
     for sampler in [&weighted, &stratified] {
         let mut resumed = sampler.clone();
         resumed.resume(&sampler.state(7)).unwrap();
@@ -658,13 +659,6 @@ fn hostile_stage((rule, n_ranks, consumed, is_large): (usize, u64, u64, bool)) -
 }
 
 proptest! {
-    #[test]
-    fn any_data_set_follows_the_tail(
-        len in 1_u64..2_000, world in 1_u64..70, epoch in any::<u64>(), n in 0..N_CONFIGS,
-    ) {
-        check(len, world, config(n), epoch);
-    }
-
     #[test]
     fn accepted_states_read_nothing_twice(
         len in prop_oneof![1_u64..120, Just(MAX_LEN)],

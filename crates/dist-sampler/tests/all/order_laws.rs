@@ -112,21 +112,6 @@ fn shards_follow_the_tail() {
 }
 
 #[test]
-fn shard_epochs_are_random_access() {
-    let config = SamplerConfig::default().with_seed(Seed::new(3));
-    let mut sampler = sharded(&[10, 20, 30], 4, Placement::SINGLE, config);
-    let first: Vec<u64> = sampler.iter().collect();
-    sampler.set_epoch(Epoch::new(9));
-    assert!(sampler.iter().ne(first.iter().copied()));
-    let other_seed = config.with_seed(Seed::new(4));
-    assert!(
-        sharded(&[10, 20, 30], 4, Placement::SINGLE, other_seed).iter().ne(first.iter().copied())
-    );
-    sampler.set_epoch(Epoch::ZERO);
-    assert!(sampler.iter().eq(first));
-}
-
-#[test]
 fn other_shards_are_rejected() {
     let config = SamplerConfig::default();
     let state = sharded(&[10, 20, 30], 4, Placement::SINGLE, config).state(5);

@@ -436,7 +436,8 @@ impl<L: SequenceLengths> Steps<L> {
             StepLayout::Grouped if self.config.accumulation.is_some() => Synchronization::MicroStep,
             StepLayout::Grouped | StepLayout::Dealt => return None,
         };
-        let mut report = GridReport::new(self.placement.world_size());
+        let ranks = self.placement.world_size().as_u64();
+        let mut report = GridReport { ranks, ..GridReport::default() };
         for step in 0..self.n_steps() {
             report.add(&self.grid_cells(step), synchronization);
         }

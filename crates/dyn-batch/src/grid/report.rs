@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use core_types::WorldSize;
-
 use crate::grid::config::Synchronization;
 
 /// The costs of the steps of all ranks.
@@ -64,11 +62,6 @@ pub(crate) struct CellSize {
 }
 
 impl GridReport {
-    /// Creates a report without steps.
-    pub(crate) fn new(world_size: WorldSize) -> Self {
-        Self { ranks: world_size.as_u64(), ..Self::default() }
-    }
-
     /// Counts the cells of a step, micro-step by micro-step.
     pub(crate) fn add(&mut self, cells: &[CellSize], synchronization: Synchronization) {
         self.steps += 1;

@@ -81,7 +81,10 @@ impl LayerWise {
     /// Returns the cuts of `infos`, in their order.
     pub(super) fn cuts(&self, infos: &[&ParameterInfo], n_ranks: WorldSize) -> Result<Vec<Cut>> {
         let layers = WeightedLayers::new(infos)?;
-        let owners = layers.assign(self.sharing, n_ranks);
+        let owners = match self.sharing {
+            LayerSharing::Any => balance::assign_any(&layers.weights, n_ranks),
+            LayerSharing::Contiguous => balance::assign_contiguous(&layers.weights, n_ranks),
+        };
         let ranks: Vec<Rank> = n_ranks.placements().map(Placement::rank).collect();
         let layer_of_item = layers.groups.group_of_item.iter();
         Ok(layer_of_item.map(|&layer| Cut::Whole { owner: ranks[owners[layer]] }).collect())
@@ -132,14 +135,6 @@ impl<'a> WeightedLayers<'a> {
             }
         }
         owners.into_iter().map(|owner| owner.map(|rank| rank.as_usize())).collect()
-    }
-
-    /// Assigns each layer to a rank number.
-    fn assign(&self, sharing: LayerSharing, world_size: WorldSize) -> Vec<usize> {
-        match sharing {
-            LayerSharing::Any => balance::assign_any(&self.weights, world_size),
-            LayerSharing::Contiguous => balance::assign_contiguous(&self.weights, world_size),
-        }
     }
 }
 

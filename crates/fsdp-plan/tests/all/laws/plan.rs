@@ -108,27 +108,6 @@ fn every_element_has_its_owner() {
 }
 
 #[test]
-fn shards_of_rank_matches_each_shard() {
-    for_each_plan(|parameters, _, plan| {
-        for rank in ranks(plan) {
-            let of_rank: Vec<_> = plan
-                .shards_of_rank(rank)
-                .unwrap()
-                .map(|(found, shard)| (found.info().name(), shard))
-                .collect();
-            let one_by_one: Vec<_> = parameters
-                .iter()
-                .filter_map(|info| {
-                    Some((info.name(), plan.shard(plan.index_of(info.name())?, rank).unwrap()?))
-                })
-                .collect();
-            assert_eq!(of_rank, one_by_one);
-            assert!(of_rank.iter().all(|(_, shard)| shard.owner_rank == rank));
-        }
-    });
-}
-
-#[test]
 fn rows_match_elements() {
     for_each_plan(|_, _, plan| {
         for (parameter, shard) in ranks(plan).flat_map(|rank| plan.shards_of_rank(rank).unwrap()) {
