@@ -3,7 +3,7 @@
 
 use std::{fs, path::Path};
 
-use candle_distributed::{checkpoint::support::footer, finetune::spec::Spec};
+use candle_distributed::{checkpoint::support::add_footer, finetune::spec::Spec};
 use clap::Parser;
 
 use crate::{
@@ -51,7 +51,7 @@ fn with_text_path(run_json: &[u8], text: &Path) -> Vec<u8> {
 
 /// Adds a correct checksum, without which no settings are read.
 fn with_checksum(run_json: Vec<u8>) -> Vec<u8> {
-    if run_json.ends_with(b"\n}") { footer::add(run_json) } else { run_json }
+    if run_json.ends_with(b"\n}") { add_footer(run_json) } else { run_json }
 }
 
 /// A command line of `train`.

@@ -2,11 +2,11 @@
 
 pub use crate::{
     dtype::{dtype_of, elem_of},
-    error::listed,
+    error::listed::Listed,
     folder::{
         natural_order,
         weights::{AllowedNames, sampled},
         writer::ModelFolder,
     },
-    run::footer,
+    run::footer::{add_footer, check_footer},
 };

@@ -1,7 +1,7 @@
 //! The errors of tensors on disk.
 
 pub(crate) mod file_part;
-pub mod listed;
+pub(crate) mod listed;
 pub(crate) mod parameter;
 pub(crate) mod skipped;
 

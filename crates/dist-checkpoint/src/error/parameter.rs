@@ -103,8 +103,7 @@ pub enum ParameterError {
 
 impl ParameterError {
     /// Checks the shape of a parameter.
-    #[doc(hidden)]
-    pub fn check_shape(name: &str, found: &[usize], expected: &[usize]) -> Result<(), Self> {
+    pub(crate) fn check_shape(name: &str, found: &[usize], expected: &[usize]) -> Result<(), Self> {
         if found == expected {
             return Ok(());
         }

@@ -60,12 +60,7 @@ impl Checkpoint {
         Ok(Self { path, index, checksum, pieces, values, skipped: Vec::new() })
     }
 
-    /// Accepts infinite numbers and NaN, which are errors by default.
-    #[must_use]
-    pub fn allow_non_finite(self) -> Self {
-        self.with_values(AllowedValues::Any)
-    }
-
+    /// Sets the numbers that are accepted; by default finite ones only.
     pub(super) fn with_values(self, values: AllowedValues) -> Self {
         Self { values, ..self }
     }

@@ -11,7 +11,7 @@ const BEGIN: &[u8] = b",\n  \"checksum\": \"";
 const END: &[u8] = b"\"\n}";
 
 /// Adds a checksum to the text of an object that is printed over several lines.
-pub fn add(mut text: Vec<u8>) -> Vec<u8> {
+pub fn add_footer(mut text: Vec<u8>) -> Vec<u8> {
     debug_assert!(text.ends_with(b"\n}"), "an object that is printed over several lines");
     text.truncate(text.len() - 2);
     let checksum = Checksum::compute(&text);
@@ -23,7 +23,7 @@ pub fn add(mut text: Vec<u8>) -> Vec<u8> {
 /// # Errors
 ///
 /// [`Error::Damaged`](crate::Error::Damaged).
-pub fn check(path: &Path, text: &[u8]) -> Result<()> {
+pub fn check_footer(path: &Path, text: &[u8]) -> Result<()> {
     let Some((covered_text, expected)) = split(text) else {
         return Err(stored::without_checksum(path, &FilePart::Index));
     };
@@ -49,7 +49,7 @@ mod tests {
   "format_version": 1,
   "step": 7
 }"#;
-        let complete = add(text.to_vec());
+        let complete = add_footer(text.to_vec());
         // Computed with `zlib.crc32` of Python.
         let expected = [&text[..text.len() - 2], b",\n  \"checksum\": \"256f795d\"\n}"].concat();
         assert_eq!(String::from_utf8(complete), String::from_utf8(expected));

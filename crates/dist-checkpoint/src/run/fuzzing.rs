@@ -27,7 +27,7 @@ use crate::{
 pub fn index(text: &[u8]) -> Result<()> {
     let path = Path::new(INDEX);
     if text.ends_with(b"\n}") {
-        drop(parse_twice(path, &footer::add(text.to_vec())));
+        drop(parse_twice(path, &footer::add_footer(text.to_vec())));
     }
     parse_twice(path, text)
 }

@@ -46,7 +46,7 @@ pub(super) struct Index {
     pub(super) trainer: Option<Box<RawValue>>,
     /// The state of the run.
     pub(super) state: Value,
-    // `footer` adds and checks the last member of the text, `checksum`.
+    // The footer adds and checks the last member of the text, `checksum`.
 }
 
 /// The part of an index that all format versions share.
@@ -101,7 +101,7 @@ impl Index {
     /// Returns the text of the index at `path`.
     pub(super) fn to_text(&self, path: &Path) -> Result<Vec<u8>> {
         let text = serde_json::to_vec_pretty(self).map_err(|cause| json_error(path, cause))?;
-        Ok(footer::add(text))
+        Ok(footer::add_footer(text))
     }
 
     /// Reads the index at `path`. Also returns the checksum of its text, which covers the whole
@@ -122,7 +122,7 @@ impl Index {
                 format!("format version {format_version} is not supported, only {FORMAT_VERSION}");
             return Err(Error::unsuitable(path, reason));
         }
-        footer::check(path, text)?;
+        footer::check_footer(path, text)?;
         let index: Self = serde_json::from_slice(text).map_err(|cause| json_error(path, cause))?;
         index.check_files(path)?;
         Ok(index)

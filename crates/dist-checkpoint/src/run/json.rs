@@ -4,10 +4,7 @@
 //! fails, or gives `None` for an `Option`. So this module rejects infinities and NaN before
 //! writing.
 
-use serde::ser::{
-    Error as _, Serialize, SerializeMap, SerializeSeq, SerializeStruct, SerializeStructVariant,
-    SerializeTuple, SerializeTupleStruct, SerializeTupleVariant, Serializer,
-};
+use serde::ser::{Error as _, Serialize};
 use serde_json::{Error, Result, Value, value::RawValue};
 
 /// Converts a state to JSON.
@@ -17,7 +14,7 @@ use serde_json::{Error, Result, Value, value::RawValue};
 /// Returns an error for a number that JSON does not have, and the errors of
 /// [`serde_json::to_value`].
 pub(super) fn to_value(state: &impl Serialize) -> Result<Value> {
-    state.serialize(AllFinite)?;
+    check_finite(state)?;
     serde_json::to_value(state)
 }
 
@@ -29,187 +26,33 @@ pub(super) fn to_value(state: &impl Serialize) -> Result<Value> {
 ///
 /// The errors of [`to_value`].
 pub(super) fn to_raw(state: &impl Serialize) -> Result<Box<RawValue>> {
-    state.serialize(AllFinite)?;
+    check_finite(state)?;
     let text = serde_json::to_string_pretty(state)?;
     // Strings contain no line breaks, because JSON escapes them.
     RawValue::from_string(text.replace('\n', "\n  "))
 }
 
-/// A serializer that checks all numbers and writes nothing.
-#[derive(Clone, Copy)]
-struct AllFinite;
-
-impl AllFinite {
-    fn check(number: f64) -> Result<()> {
-        if number.is_finite() {
-            return Ok(());
+/// Rejects infinities and NaN. CBOR has them, so they are still in a state's CBOR value.
+fn check_finite(state: &impl Serialize) -> Result<()> {
+    let value = ciborium::Value::serialized(state).map_err(Error::custom)?;
+    match first_non_finite(&value) {
+        None => Ok(()),
+        Some(number) => {
+            let reason = format!("the state has the number {number}, which JSON does not have");
+            Err(Error::custom(reason))
         }
-        Err(Error::custom(format!("the state has the number {number}, which JSON does not have")))
     }
 }
 
-/// Implements the methods for values that are not floats and have no parts.
-macro_rules! accept {
-    ($($method:ident: $type:ty),* $(,)?) => {
-        $(fn $method(self, _: $type) -> Result<()> {
-            Ok(())
-        })*
-    };
-}
-
-/// Implements a trait for values with parts, and checks every part.
-macro_rules! check_parts {
-    ($($trait:ident: $method:ident($($key:ty)?)),* $(,)?) => {
-        $(impl $trait for AllFinite {
-            type Ok = ();
-            type Error = Error;
-
-            fn $method<T: Serialize + ?Sized>(&mut self, $(_: $key,)? part: &T) -> Result<()> {
-                part.serialize(Self)
-            }
-
-            fn end(self) -> Result<()> {
-                Ok(())
-            }
-        })*
-    };
-}
-
-check_parts! {
-    SerializeSeq: serialize_element(),
-    SerializeTuple: serialize_element(),
-    SerializeTupleStruct: serialize_field(),
-    SerializeTupleVariant: serialize_field(),
-    SerializeStruct: serialize_field(&'static str),
-    SerializeStructVariant: serialize_field(&'static str),
-}
-
-impl SerializeMap for AllFinite {
-    type Ok = ();
-    type Error = Error;
-
-    fn serialize_key<T: Serialize + ?Sized>(&mut self, key: &T) -> Result<()> {
-        key.serialize(Self)
-    }
-
-    fn serialize_value<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<()> {
-        value.serialize(Self)
-    }
-
-    fn end(self) -> Result<()> {
-        Ok(())
-    }
-}
-
-impl Serializer for AllFinite {
-    type Ok = ();
-    type Error = Error;
-    type SerializeSeq = Self;
-    type SerializeTuple = Self;
-    type SerializeTupleStruct = Self;
-    type SerializeTupleVariant = Self;
-    type SerializeMap = Self;
-    type SerializeStruct = Self;
-    type SerializeStructVariant = Self;
-
-    accept! {
-        serialize_bool: bool,
-        serialize_i8: i8,
-        serialize_i16: i16,
-        serialize_i32: i32,
-        serialize_i64: i64,
-        serialize_i128: i128,
-        serialize_u8: u8,
-        serialize_u16: u16,
-        serialize_u32: u32,
-        serialize_u64: u64,
-        serialize_u128: u128,
-        serialize_char: char,
-        serialize_str: &str,
-        serialize_bytes: &[u8],
-        serialize_unit_struct: &'static str,
-    }
-
-    fn serialize_f32(self, number: f32) -> Result<()> {
-        Self::check(number.into())
-    }
-
-    fn serialize_f64(self, number: f64) -> Result<()> {
-        Self::check(number)
-    }
-
-    fn serialize_none(self) -> Result<()> {
-        Ok(())
-    }
-
-    fn serialize_some<T: Serialize + ?Sized>(self, value: &T) -> Result<()> {
-        value.serialize(self)
-    }
-
-    fn serialize_unit(self) -> Result<()> {
-        Ok(())
-    }
-
-    fn serialize_unit_variant(self, _: &'static str, _: u32, _: &'static str) -> Result<()> {
-        Ok(())
-    }
-
-    fn serialize_newtype_struct<T: Serialize + ?Sized>(
-        self,
-        _: &'static str,
-        value: &T,
-    ) -> Result<()> {
-        value.serialize(self)
-    }
-
-    fn serialize_newtype_variant<T: Serialize + ?Sized>(
-        self,
-        _: &'static str,
-        _: u32,
-        _: &'static str,
-        value: &T,
-    ) -> Result<()> {
-        value.serialize(self)
-    }
-
-    fn serialize_seq(self, _: Option<usize>) -> Result<Self> {
-        Ok(self)
-    }
-
-    fn serialize_tuple(self, _: usize) -> Result<Self> {
-        Ok(self)
-    }
-
-    fn serialize_tuple_struct(self, _: &'static str, _: usize) -> Result<Self> {
-        Ok(self)
-    }
-
-    fn serialize_tuple_variant(
-        self,
-        _: &'static str,
-        _: u32,
-        _: &'static str,
-        _: usize,
-    ) -> Result<Self> {
-        Ok(self)
-    }
-
-    fn serialize_map(self, _: Option<usize>) -> Result<Self> {
-        Ok(self)
-    }
-
-    fn serialize_struct(self, _: &'static str, _: usize) -> Result<Self> {
-        Ok(self)
-    }
-
-    fn serialize_struct_variant(
-        self,
-        _: &'static str,
-        _: u32,
-        _: &'static str,
-        _: usize,
-    ) -> Result<Self> {
-        Ok(self)
+fn first_non_finite(value: &ciborium::Value) -> Option<f64> {
+    match value {
+        ciborium::Value::Float(number) => Some(*number).filter(|number| !number.is_finite()),
+        ciborium::Value::Tag(_, tagged) => first_non_finite(tagged),
+        ciborium::Value::Array(items) => items.iter().find_map(first_non_finite),
+        ciborium::Value::Map(entries) => entries
+            .iter()
+            .find_map(|(key, item)| first_non_finite(key).or_else(|| first_non_finite(item))),
+        _ => None,
     }
 }
 

@@ -2,7 +2,7 @@
 //! and an index.
 
 pub(crate) mod checkpoint;
-pub mod footer;
+pub(crate) mod footer;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
 mod index;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use dist_checkpoint::support::listed::Listed;
+use dist_checkpoint::support::Listed;
 
 use crate::gradient_report::PrefixCheck;
 

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use core_types::human::Printable;
-use dist_checkpoint::support::listed::Listed;
+use dist_checkpoint::support::Listed;
 
 /// An invalid set of adapters for a model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -1,6 +1,6 @@
 //! Errors of plans on a mesh.
 
-use dist_checkpoint::support::listed::Listed;
+use dist_checkpoint::support::Listed;
 
 /// A plan or unit that does not fit the mesh or model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

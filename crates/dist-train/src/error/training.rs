@@ -5,7 +5,7 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-use dist_checkpoint::support::listed::Listed;
+use dist_checkpoint::support::Listed;
 
 use crate::error::Result;
 

@@ -458,8 +458,11 @@ impl ShardedVars {
             let found = names.find_map(|(name, _)| grad(name)).ok_or_else(|| {
                 Error::Parameter(ParameterError::Missing { name: info.name().to_owned() })
             })?;
-            ParameterError::check_shape(info.name(), found.dims(), &runs::shape(info))
-                .map_err(Error::from)?;
+            let expected = runs::shape(info);
+            if found.dims() != expected {
+                let (name, found) = (info.name().to_owned(), found.dims().to_vec());
+                return Err(Error::from(ParameterError::Shape { name, found, expected }).into());
+            }
             grads.push(found.to_dtype(self.precision.reduce_dtype(self.dtype(param_idx)?))?);
         }
         Ok(grads)

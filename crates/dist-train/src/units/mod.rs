@@ -16,7 +16,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use candle_nn::VarBuilder;
-use dist_checkpoint::support::listed::Listed;
+use dist_checkpoint::support::Listed;
 use pmap_mesh::TensorTree;
 
 use self::rules::{Member, UnitRules};

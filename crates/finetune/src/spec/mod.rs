@@ -15,7 +15,10 @@ use core_types::{
     Fingerprint, Seed, WorldSize,
     files::{self as atomic, AtomicFile},
 };
-use dist_checkpoint::{StoredWeights, support::footer};
+use dist_checkpoint::{
+    StoredWeights,
+    support::{add_footer, check_footer},
+};
 use dyn_batch::{Batch, DynamicBatchStrategy, Packing, PaddingReport};
 use fsdp_plan::ParameterInfo;
 use serde::{Deserialize, Serialize};
@@ -125,7 +128,7 @@ impl Spec {
                 format!("has format_version {found}, and this program reads {FORMAT_VERSION}");
             return Err(RunError::Description { path, reason }.into());
         }
-        let is_changed = footer::check(&path, text).is_err() || self.identity != self.identity();
+        let is_changed = check_footer(&path, text).is_err() || self.identity != self.identity();
         let has_weights = self.finetune.has_valid_mixture(self.data.len());
         if is_changed || self.sessions.is_empty() || !has_weights {
             let reason = "is damaged: it has changed since the run wrote it".into();
@@ -185,7 +188,7 @@ impl Spec {
 
     fn encoded(&self, path: &Path) -> Result<Vec<u8>> {
         let text = serde_json::to_vec_pretty(self);
-        Ok(footer::add(text.map_err(|cause| Error::write(path, cause.into()))?))
+        Ok(add_footer(text.map_err(|cause| Error::write(path, cause.into()))?))
     }
 
     /// Returns the model with its adapters.
