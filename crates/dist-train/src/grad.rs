@@ -10,7 +10,7 @@ use std::{
 use candle_core::{DType, Tensor, Var, backprop::GradStore};
 use core_types::{WorldSize, balance};
 use fused_ops::with_direct_grads;
-use pmap_mesh::{ALL, DeviceMesh, Replica, Specs, TensorTree, Uneven};
+use pmap_mesh::{ALL, DeviceMesh, Replica, TensorTree, Uneven};
 
 use crate::{
     agreement,
@@ -31,9 +31,7 @@ pub struct ValueAndGrad<I> {
     mesh: DeviceMesh,
     params: Vec<Var>,
     loss: Arc<BoxedLoss<I>>,
-    in_axes: Specs,
     uneven: Uneven,
-    allow_non_finite: bool,
 }
 
 type BoxedLoss<I> = Box<dyn Fn(&Replica, I) -> candle_core::Result<Loss> + Send + Sync>;
@@ -42,8 +40,8 @@ type BoxedLoss<I> = Box<dyn Fn(&Replica, I) -> candle_core::Result<Loss> + Send 
 ///
 /// `loss` returns a [`Loss`], or a tensor: the mean over the rows of its shard, or over the first
 /// [`Replica::valid_len`] of them if the shard may be padded. Every tensor of a batch is split
-/// along dimension 0 unless [`ValueAndGrad::in_axes`] says otherwise. The result is the loss of the
-/// whole batch and its gradient, even if shards are uneven ([`ValueAndGrad::uneven`]).
+/// along dimension 0. The result is the loss of the whole batch and its gradient, even if shards
+/// are uneven ([`ValueAndGrad::uneven`]).
 ///
 /// The replicas share the variables that `loss` captures. If a variable is on another device than
 /// the replica, move it with `to_device(&Device::Cpu)?.to_device(ctx.device())`, which passes
@@ -90,29 +88,15 @@ where
         mesh: mesh.clone(),
         params,
         loss: Arc::new(Box::new(move |ctx, shard| Ok(loss(ctx, shard)?.into()))),
-        in_axes: Some(0).into(),
         uneven: Uneven::default(),
-        allow_non_finite: false,
     }
 }
 
 impl<I: TensorTree> ValueAndGrad<I> {
-    /// Sets the dimension along which each tensor of a batch is split, like
-    /// [`PMap::in_axes`](pmap_mesh::PMap::in_axes). By default every tensor is split along
-    /// dimension 0.
-    pub fn in_axes(self, specs: impl Into<Specs>) -> Self {
-        Self { in_axes: specs.into(), ..self }
-    }
-
     /// Sets the treatment of a batch that does not divide evenly among the devices, like
     /// [`PMap::uneven`](pmap_mesh::PMap::uneven).
     pub fn uneven(self, uneven: Uneven) -> Self {
         Self { uneven, ..self }
-    }
-
-    /// Returns infinite and NaN losses and gradients instead of an error.
-    pub fn allow_non_finite(self) -> Self {
-        Self { allow_non_finite: true, ..self }
     }
 
     /// Returns the loss of the batch and the gradients of the parameters. A parameter without a
@@ -138,18 +122,17 @@ impl<I: TensorTree> ValueAndGrad<I> {
             let shapes = BatchShapes::new(&batch);
             let loss = Arc::clone(&self.loss);
             let params = self.params.clone();
-            let allow = self.allow_non_finite;
             let owned = Arc::clone(&owned);
             let outcome = Arc::clone(&outcome);
             move |ctx, shard: I| {
                 let loss = shapes.explain(shard, |shard| loss(ctx, shard))?;
                 let (shard_loss, _) = loss.of_batch(fingerprint).into_shard(ctx)?;
                 let wanted = &owned[ctx.local_index()];
-                let sums = sum_shard_grads(ctx, shard_loss, &params, wanted, allow, &outcome);
+                let sums = sum_shard_grads(ctx, shard_loss, &params, wanted, &outcome);
                 outcome.errors.none_if_agreed(sums)
             }
         });
-        let step = step.in_axes(self.in_axes.clone()).uneven(self.uneven);
+        let step = step.in_axes(Some(0)).uneven(self.uneven);
         let StepOutcome { errors, mean_loss } = &*outcome;
         let results = step.call_sharded(batch).map(|results| {
             // If all replicas reject the step, none has sums.
@@ -174,9 +157,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
     }
 
     fn check_finite(&self, index: usize, gradient: &Tensor) -> Result<()> {
-        if self.allow_non_finite
-            || clip::squared_norm(gradient).doing("reading a gradient")?.is_finite()
-        {
+        if clip::squared_norm(gradient).doing("reading a gradient")?.is_finite() {
             return Ok(());
         }
         let shape = gradient.dims().to_vec();
@@ -186,14 +167,10 @@ impl<I: TensorTree> ValueAndGrad<I> {
 
 impl<I> fmt::Debug for ValueAndGrad<I> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { mesh, params, in_axes, uneven, allow_non_finite, .. } = self;
-        f.debug_struct("ValueAndGrad")
-            .field("mesh", mesh)
-            .field("params", params)
-            .field("in_axes", in_axes)
-            .field("uneven", uneven)
-            .field("allow_non_finite", allow_non_finite)
-            .finish_non_exhaustive()
+        let Self { mesh, params, uneven, .. } = self;
+        let mut debug = f.debug_struct("ValueAndGrad");
+        debug.field("mesh", mesh).field("params", params).field("uneven", uneven);
+        debug.finish_non_exhaustive()
     }
 }
 
@@ -212,11 +189,10 @@ fn sum_shard_grads(
     mut shard_loss: ShardLoss,
     params: &[Var],
     wanted: &[usize],
-    allow_non_finite: bool,
     outcome: &StepOutcome,
 ) -> candle_core::Result<Vec<Option<Tensor>>> {
     let StepOutcome { errors, mean_loss } = outcome;
-    let batch_loss = shard_loss.agree(ctx, allow_non_finite, errors)?.require_weight(errors)?;
+    let batch_loss = shard_loss.agree(ctx, false, errors)?.require_weight(errors)?;
     mean_loss.get_or_init(|| batch_loss.mean());
     let grads = differentiate(shard_loss, params, batch_loss.weight(), has_halves(params))?;
     sum_grads(ctx, params, grads, wanted, Precision::default())

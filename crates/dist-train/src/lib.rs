@@ -60,10 +60,7 @@ pub use crate::{
         adamw::AdamW,
         sgd::{ParamsSgd, Sgd},
     },
-    parameters::{
-        declare::{Declared, declare},
-        describe::parameter_infos,
-    },
+    parameters::declare::{Declared, declare},
     schedule::Schedule,
     step::rules::{Evaluation, Step},
     units::{Units, accumulation::Accumulation, keep_rules::Keep, rules::UnitRules},

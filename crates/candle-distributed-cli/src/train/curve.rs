@@ -346,7 +346,7 @@ pub(crate) mod tests {
             let loss = if loss.is_finite() { loss.to_string() } else { "null".into() };
             lines += &line(step, &loss, 1.0);
         }
-        Metrics::parse(lines.as_bytes())
+        Metrics::read_lines(lines.as_bytes()).unwrap()
     }
 
     fn series(losses: &[f32]) -> Series {

@@ -71,14 +71,14 @@ impl<'a> AdapterDeclarer<'a> {
         };
         if adapter_dtype(dtype) != dtype {
             let reason = format!(
-                "{} is of {}, in which the effect of an adapter may vanish: use Lora::linear or a \
-                 32-bit type",
+                "{} is of {}, in which the effect of an adapter may vanish: use a 32-bit type, and \
+                 `with_base_dtype` for the weights",
                 Printable(&self.full_name(layer)),
                 dtype.as_str()
             );
             return Err(LoraError::layer(reason).into());
         }
-        for matrix in declare_matrices(layer, self.lora.rank(), [n_out, n_in], dtype) {
+        for matrix in declare_matrices(layer, self.lora.config.rank, [n_out, n_in], dtype) {
             let Declared { name, shape, init, .. } = &matrix;
             // Requested only so that the inner builder declares the matrix.
             self.inner.get_with_hints_dtype(shape.clone(), name, *init, dtype)?;

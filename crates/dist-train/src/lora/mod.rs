@@ -13,12 +13,11 @@ use std::{ops::Range, path::Path, sync::Arc};
 use candle_core::{DType, Device, Result as CandleResult, Tensor};
 use candle_nn::VarBuilder;
 use dist_checkpoint::{ParameterError, StoredWeights, TensorInfo, support::AllowedNames};
-use fused_ops::layers::Linear;
 
 use self::{
     builders::{AdapterComposer, AdapterDeclarer},
     config::AdapterConfig,
-    matrices::{FILE, FILE_PREFIX, adapter_dtype, add_adapter, declare_matrices},
+    matrices::{FILE, FILE_PREFIX, add_adapter},
 };
 use crate::{
     error::{Error, Result, lora::LoraError},
@@ -39,7 +38,7 @@ use crate::{
 /// [`DataParallel`](crate::DataParallel) or [`FullyShard`](crate::FullyShard). Neither changes the
 /// code of the model:
 ///
-/// - **Layers of fused-ops** ([`Linear`], `Attention`, `SwiGlu`, `Mlp`) multiply by A and then by B,
+/// - **Layers of fused-ops** ([`Linear`](fused_ops::layers::Linear), `Attention`, `SwiGlu`, `Mlp`) multiply by A and then by B,
 ///   like [`lora_linear`](fused_ops::lora_linear()). No tensor of the weight's size is made, and the
 ///   base weights may stay in the half precision of their file
 ///   ([`with_base_dtype`](Self::with_base_dtype)).
@@ -49,7 +48,7 @@ use crate::{
 ///   trains all weights.
 ///
 /// Half-precision models are rejected, because the sum would be rounded to their dtype. Mixed
-/// precision works. Without units, [`linear`](Self::linear) makes a [`Linear`] with its adapter.
+/// precision works.
 ///
 /// # Examples
 ///
@@ -150,25 +149,10 @@ impl Lora {
         Self { base_dtype: Some(dtype), ..self }
     }
 
-    /// Returns the names of the adapted layers.
-    pub fn targets(&self) -> &[String] {
-        &self.config.targets
-    }
-
     /// Returns true if one of the targets names a layer.
     #[doc(hidden)]
     pub fn adapts(&self, layer: &str) -> bool {
         !self.config.targets_of(layer).is_empty()
-    }
-
-    /// Returns the rank of the adapters: the number of rows of A and of columns of B.
-    pub fn rank(&self) -> usize {
-        self.config.rank
-    }
-
-    /// Returns the `alpha` of the factor `alpha / rank`.
-    pub fn alpha(&self) -> f64 {
-        self.config.alpha
     }
 
     /// Returns the weight of a layer with the adapter of `a` and `b` added, in the dtype of all three:
@@ -240,66 +224,6 @@ impl Lora {
     {
         let lora = self.clone();
         move |vb, x| f(AdapterComposer::builder(&lora, vb), x)
-    }
-
-    /// Creates a linear layer with weight, bias and adapter, for your own models. The layer has an
-    /// adapter under any name, but to save [`adapters`](Self::adapters) it must be one of the
-    /// targets.
-    ///
-    /// Weight and bias have the dtype of `vb`, and the weight is frozen. A and B have at least single
-    /// precision, because updates are often too small for half precision.
-    ///
-    /// # Errors
-    ///
-    /// Returns an error if the parameters cannot be loaded.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use candle_core::{DType, Device};
-    /// use dist_train::{Lora, declare};
-    ///
-    /// let lora = Lora::new(["up"], 2, 4.0)?;
-    /// let parameters = declare(|vb| lora.linear(8, 3, vb.pp("up")), DType::F32, &Device::Cpu)?;
-    /// let names: Vec<&str> = parameters.iter().map(|declared| declared.name.as_str()).collect();
-    /// assert_eq!(names, ["up.weight", "up.bias", "up.lora_A.weight", "up.lora_B.weight"]);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    #[expect(clippy::needless_pass_by_value, reason = "like the constructors of candle's layers")]
-    pub fn linear(
-        &self,
-        in_dim: usize,
-        out_dim: usize,
-        vb: VarBuilder<'_>,
-    ) -> CandleResult<Linear> {
-        let base = fused_ops::layers::linear(in_dim, out_dim, vb.clone())?;
-        self.add_adapter(base, &vb)
-    }
-
-    /// Creates a layer like [`linear`](Self::linear), without a bias.
-    ///
-    /// # Errors
-    ///
-    /// Returns an error if the parameters cannot be loaded.
-    #[expect(clippy::needless_pass_by_value, reason = "like the constructors of candle's layers")]
-    pub fn linear_no_bias(
-        &self,
-        in_dim: usize,
-        out_dim: usize,
-        vb: VarBuilder<'_>,
-    ) -> CandleResult<Linear> {
-        let base = fused_ops::layers::linear_no_bias(in_dim, out_dim, vb.clone())?;
-        self.add_adapter(base, &vb)
-    }
-
-    /// Adds the adapter in `vb` to a layer.
-    fn add_adapter(&self, base: Linear, vb: &VarBuilder<'_>) -> CandleResult<Linear> {
-        let dtype = adapter_dtype(base.weight().dtype());
-        let matrices = declare_matrices("", self.rank(), base.weight().dims2()?.into(), dtype);
-        let [a, b] = matrices.map(|Declared { name, shape, init, dtype }| {
-            vb.get_with_hints_dtype(shape, &name, init, dtype)
-        });
-        Ok(base.with_adapter(&a?, &b?, self.config.scale()))
     }
 
     /// Returns the values of [opened](Self::open) adapters, for

@@ -97,11 +97,6 @@ impl MetricsLog {
     pub fn sync(&self) -> Result<()> {
         self.file.sync_data().at(&self.path)
     }
-
-    /// Returns the path of the file.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
 }
 
 /// Drops damaged lines and the lines of the steps from `end` on, after a backup if one is needed.

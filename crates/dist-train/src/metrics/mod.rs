@@ -16,11 +16,11 @@ use crate::step::rules::Step;
 /// ```
 /// use dist_train::StepMetrics;
 ///
-/// let step = StepMetrics::new(41, 0.75).epoch(2).learning_rate(1e-3).batch(8, 900, 1024);
-/// assert_eq!(step.padding(), 0.12109375);
+/// let step = StepMetrics::new(41, 0.75).epoch(2).batch(8, 900, 1024);
+/// assert_eq!(step.loss_weight(), 892.0);
 /// assert_eq!(
 ///     serde_json::to_string(&step)?,
-///     r#"{"step":41,"epoch":2,"loss":0.75,"learning_rate":0.001,"sequences":8,"real_tokens":900,"padded_tokens":1024,"seconds":0.0}"#
+///     r#"{"step":41,"epoch":2,"loss":0.75,"sequences":8,"real_tokens":900,"padded_tokens":1024,"seconds":0.0}"#
 /// );
 /// # Ok::<(), serde_json::Error>(())
 /// ```
@@ -94,20 +94,14 @@ impl StepMetrics {
     #[expect(clippy::cast_possible_truncation, reason = "metrics store losses in single precision")]
     pub fn from_step<A>(step: u64, done: &Step<A>) -> Self {
         let (grad_norm, weight) = (Some(done.grad_norm), Some(done.weight));
-        let metrics = Self::new(step, done.loss as f32).learning_rate(done.learning_rate);
-        Self { grad_norm, weight, ..metrics }
+        let learning_rate = Some(done.learning_rate);
+        Self { learning_rate, grad_norm, weight, ..Self::new(step, done.loss as f32) }
     }
 
     /// Sets the epoch, from 0.
     #[must_use]
     pub fn epoch(self, epoch: u64) -> Self {
         Self { epoch: Some(epoch), ..self }
-    }
-
-    /// Sets the learning rate.
-    #[must_use]
-    pub fn learning_rate(self, learning_rate: f64) -> Self {
-        Self { learning_rate: Some(learning_rate), ..self }
     }
 
     /// Sets the number of sequences and tokens in the batch; `real_tokens` excludes padding.
@@ -121,20 +115,11 @@ impl StepMetrics {
         self.step.saturating_add(1)
     }
 
-    /// Returns the number of predicted tokens: all but the first token of each sequence.
-    pub fn predictions(&self) -> u64 {
-        self.real_tokens.saturating_sub(self.sequences)
-    }
-
-    /// Returns the weight of the mean loss: the recorded weight, or else the number of
-    /// [predictions](Self::predictions).
+    /// Returns the weight of the mean loss: the recorded weight, or else the number of predicted
+    /// tokens, which are all but the first token of each sequence.
     pub fn loss_weight(&self) -> f64 {
-        self.weight.unwrap_or(self.predictions() as f64)
-    }
-
-    /// Returns the fraction of padding among all tokens; NaN without tokens.
-    pub fn padding(&self) -> f64 {
-        1.0 - self.real_tokens as f64 / self.padded_tokens as f64
+        let predicted = self.real_tokens.saturating_sub(self.sequences);
+        self.weight.unwrap_or(predicted as f64)
     }
 
     /// Returns true if the numbers are plausible: the step has a successor, and no sequence is

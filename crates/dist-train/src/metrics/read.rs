@@ -27,11 +27,12 @@ use crate::{
 ///     ) + &format!(r#""real_tokens":50,"padded_tokens":64,"seconds":{seconds}}}"#) + "\n"
 /// };
 /// let text = line(0, 0.5) + &line(1, 1.0) + "half a line\n" + &line(2, 0.25);
-/// let metrics = Metrics::parse(text.as_bytes());
+/// let metrics = Metrics::read_lines(text.as_bytes())?;
 /// assert_eq!((metrics.done(), metrics.damaged()), (3, &[3][..]));
 /// let resumed: Vec<bool> = metrics.timed().map(|step| step.is_resumed).collect();
 /// assert_eq!(resumed, [false, false, true]);
-/// assert_eq!(metrics.timed().last().map(|step| step.tokens_per_second()), Some(200.0));
+/// assert_eq!(metrics.timed().last().map(|step| step.seconds), Some(0.25));
+/// # Ok::<(), std::io::Error>(())
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
@@ -55,13 +56,6 @@ pub struct TimedStep {
     pub is_resumed: bool,
 }
 
-impl TimedStep {
-    /// Returns the tokens per second, without padding.
-    pub fn tokens_per_second(&self) -> f64 {
-        self.metrics.real_tokens as f64 / self.seconds
-    }
-}
-
 impl Metrics {
     /// Reads the steps in a file.
     ///
@@ -72,12 +66,6 @@ impl Metrics {
         let path = path.as_ref();
         let file = File::open(path).at(path)?;
         Self::read_lines(BufReader::new(file)).at(path)
-    }
-
-    /// Parses the steps in the content of a file, like [`read_lines`](Self::read_lines).
-    #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
-    pub fn parse(text: &[u8]) -> Self {
-        Self::read_lines(text).expect("memory can be read")
     }
 
     /// Reads the steps line by line, so that it needs memory for the steps only.
@@ -261,17 +249,21 @@ mod tests {
         )
     }
 
+    fn parse(text: &[u8]) -> Metrics {
+        Metrics::read_lines(text).unwrap()
+    }
+
     #[test]
     fn lines_round_trip() {
         let all = LINE.replace('}', r#","grad_norm":0.5,"weight":12.0,"peak_bytes":4096}"#);
         let few = r#"{"step":7,"loss":2.1,"seconds":1.25}"#;
         for line in [LINE, few, &all, &LINE.replace("2.1", "null")] {
-            let metrics = Metrics::parse(line.as_bytes());
+            let metrics = parse(line.as_bytes());
             assert_eq!(serde_json::to_string(&metrics.steps()[0]).unwrap(), *line);
         }
-        let known = Metrics::parse(LINE.replace('}', r#","later":[1]}"#).as_bytes());
-        assert_eq!(known.steps(), Metrics::parse(LINE.as_bytes()).steps());
-        let said = Metrics::parse(all.as_bytes());
+        let known = parse(LINE.replace('}', r#","later":[1]}"#).as_bytes());
+        assert_eq!(known.steps(), parse(LINE.as_bytes()).steps());
+        let said = parse(all.as_bytes());
         let weights = (known.steps()[0].loss_weight(), said.steps()[0].loss_weight());
         assert_eq!(weights, (2988.0, 12.0));
     }
@@ -280,7 +272,7 @@ mod tests {
     fn sessions_are_timed_separately() {
         let lines =
             [line(0, "3", 1.0), line(1, "2", 1.5), line(2, "null", 0.25), line(3, "1", 0.75)];
-        let metrics = Metrics::parse((lines.concat() + "{\"step\": 4, ").as_bytes());
+        let metrics = parse((lines.concat() + "{\"step\": 4, ").as_bytes());
         let timed: Vec<_> = metrics.timed().map(|step| (step.seconds, step.is_resumed)).collect();
         assert_eq!(timed, [(1.0, false), (0.5, false), (0.25, true), (0.5, false)]);
         assert!(metrics.steps()[2].loss.is_nan());
@@ -295,7 +287,7 @@ mod tests {
         let lines: Vec<String> = (0..4).map(|step| line(step, "1", 1.0)).collect();
         let long = "x".repeat(150_000) + "\n";
         let text = [&lines[0], &long, &lines[1], "\n", &lines[2], lines[3].trim_end()].concat();
-        let mut metrics = Metrics::parse(text.as_bytes());
+        let mut metrics = parse(text.as_bytes());
         assert_eq!((metrics.done(), metrics.damaged()), (4, &[2, 3, 4, 6][..]));
         for n_kept in [4, 3, 0] {
             metrics.truncate(n_kept);
@@ -307,7 +299,7 @@ mod tests {
     }
 
     fn steps(lines: &[String]) -> (Vec<u64>, Vec<u64>) {
-        let metrics = Metrics::parse(lines.concat().as_bytes());
+        let metrics = parse(lines.concat().as_bytes());
         (metrics.steps().iter().map(|step| step.step).collect(), metrics.damaged)
     }
 
@@ -344,13 +336,13 @@ mod tests {
         // Only the newline of the last line is missing.
         let mut uncut = lines.concat();
         uncut.pop();
-        assert_eq!(Metrics::parse(uncut.as_bytes()).done(), 6);
+        assert_eq!(parse(uncut.as_bytes()).done(), 6);
     }
 
     #[test]
     fn missing_steps_are_found() {
         let lines: String = [1, 2, 5].map(|step| line(step, "1", 1.0)).concat();
-        let mut metrics = Metrics::parse(lines.as_bytes());
+        let mut metrics = parse(lines.as_bytes());
         assert_eq!(metrics.missing(7), [0..1, 3..5, 6..7]);
         metrics.truncate(3);
         assert_eq!(metrics.done(), 3);

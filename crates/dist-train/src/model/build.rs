@@ -47,7 +47,7 @@ impl<M> ModelBuilder<'_, M> {
     /// # Errors
     ///
     /// - [`Error::Setting`](crate::Error::Setting) if the maximum norm is negative or NaN, or the
-    ///   check interval is 0;
+    ///   schedule is invalid;
     /// - [`Error::Model`](crate::Error::Model) if the constructor or `optimizer` fails, or if
     ///   variables are on another device;
     /// - [`Error::Sharding`](crate::Error::Sharding) if a parameter of a sharded model is in no

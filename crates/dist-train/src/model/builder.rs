@@ -380,14 +380,6 @@ impl<'a, M> ModelBuilder<'a, M> {
         self.config.step_options.allow_non_finite = true;
         self
     }
-
-    /// Runs [`check_in_sync`](crate::DistributedModel::check_in_sync) before one in `steps` steps;
-    /// by default only [`state_dict`](crate::DistributedModel::state_dict) and
-    /// [`save_pretrained`](crate::DistributedModel::save_pretrained) run it. Must be at least 1.
-    pub fn check_in_sync_every(mut self, steps: u64) -> Self {
-        self.config.step_options.check_every = Some(steps);
-        self
-    }
 }
 
 /// # A model by units, which can be sharded

@@ -14,9 +14,9 @@ use crate::{
         pass::{BatchOutcome, ShardLossFn},
         replicated::{Replicated, ReplicatedPass},
         sharded::{Sharded, ShardedPass},
-        slot::{SharedSlot, lock},
+        slot::{SharedSlot, SlotVar, lock},
     },
-    parameters::describe::parameter_infos,
+    parameters::describe::parameter_info,
     step::{inventory::Inventory, rules::Rules},
     units::model::Model,
 };
@@ -72,7 +72,7 @@ impl<M> Layout<M> {
         }
     }
 
-    /// Describes the parameters, in the order in which they are saved.
+    /// Describes the parameters.
     pub(crate) fn infos<O>(
         &self,
         inventory: &Inventory,
@@ -81,8 +81,11 @@ impl<M> Layout<M> {
         match self {
             Self::Replicated(_) => {
                 let slot = lock(&slots[0]);
-                let names = inventory.parameters.iter().map(|(name, _)| name);
-                parameter_infos(names.zip(slot.vars.iter().map(|var| var.var.as_tensor())))
+                let parameters = inventory.parameters.iter().zip(&slot.vars);
+                let info = |((name, shape), var): (&(String, Vec<usize>), &SlotVar)| {
+                    parameter_info(name, shape, var.var.dtype())
+                };
+                parameters.map(info).collect()
             }
             Self::Sharded(layout, _) => {
                 let parameters = layout.model.vars.plan().parameters();

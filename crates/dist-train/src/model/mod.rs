@@ -33,7 +33,7 @@ use self::{
 };
 use crate::{
     batch::{self, BatchShapes},
-    error::{Error, Result, training::TrainingError},
+    error::{Result, training::TrainingError},
     lora::save::{PretrainedFiles, save},
     loss::{self, Loss},
     precision::Precision,
@@ -117,10 +117,10 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
     ///
     /// # Errors
     ///
-    /// - [`Error::Training`] if the step is [rejected](Self#rejected-steps-and-models), or with
-    ///   [`TrainingError::BatchMismatch`] if processes pass different batches;
-    /// - [`Error::Mesh`] if [`PMap::call`](pmap_mesh::PMap::call) fails;
-    /// - [`Error::Diverged`] if a [periodic check](crate::ModelBuilder::check_in_sync_every) fails.
+    /// - [`Error::Training`](crate::Error::Training) if the step is
+    ///   [rejected](Self#rejected-steps-and-models), or with [`TrainingError::BatchMismatch`] if
+    ///   processes pass different batches;
+    /// - [`Error::Mesh`](crate::Error::Mesh) if [`PMap::call`](pmap_mesh::PMap::call) fails.
     ///
     /// If the step fails before the optimizers run, no parameter has changed, and accumulated
     /// gradients are dropped. It may fail later because of an optimizer's own error, or because
@@ -135,9 +135,6 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
         L: Into<Loss<A>>,
         F: Fn(&Replica, &M, I) -> CandleResult<L> + Send + Sync,
     {
-        if self.options.check_every.is_some_and(|steps| self.progress.steps.is_multiple_of(steps)) {
-            self.check_in_sync()?;
-        }
         let learning_rate = self.learning_rate();
         let (Report { loss, grad_norm }, aux) = self.train(batch, loss, Goal::Update)?;
         self.progress.steps += 1;
@@ -180,9 +177,10 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
     ///
     /// # Errors
     ///
-    /// Returns [`Error::Training`] if a loss is not a floating-point scalar or not finite, if no
-    /// shard has weight, or with [`TrainingError::HalfUpdated`]; and [`Error::Mesh`] if
-    /// [`PMap::call`](pmap_mesh::PMap::call) or [`Units::unit`](crate::Units::unit) fails.
+    /// Returns [`Error::Training`](crate::Error::Training) if a loss is not a floating-point scalar
+    /// or not finite, if no shard has weight, or with [`TrainingError::HalfUpdated`]; and
+    /// [`Error::Mesh`](crate::Error::Mesh) if [`PMap::call`](pmap_mesh::PMap::call) or
+    /// [`Units::unit`](crate::Units::unit) fails.
     #[track_caller]
     pub fn evaluate<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Evaluation<A>>
     where
@@ -275,7 +273,7 @@ impl<M, O> DistributedModel<M, O> {
     ///
     /// # Errors
     ///
-    /// Returns [`Error::Setting`] if the rate is negative or not a number.
+    /// Returns [`Error::Setting`](crate::Error::Setting) if the rate is negative or not a number.
     pub fn set_learning_rate(&mut self, learning_rate: f64) -> Result<()> {
         self.rates.set_all(learning_rate)
     }
@@ -292,7 +290,7 @@ impl<M, O> DistributedModel<M, O> {
     /// # Errors
     ///
     /// Returns [`TrainingError::Option`] if no group of that name has a variable, and
-    /// [`Error::Setting`] if the rate is negative or not a number.
+    /// [`Error::Setting`](crate::Error::Setting) if the rate is negative or not a number.
     pub fn set_group_learning_rate(&mut self, name: &str, learning_rate: f64) -> Result<()> {
         self.rates.set_group(name, learning_rate)
     }
@@ -302,8 +300,8 @@ impl<M, O> DistributedModel<M, O> {
     ///
     /// # Errors
     ///
-    /// Returns [`Error::Setting`] if the warm-up is not shorter than the schedule, or if the floor
-    /// is not from 0 to 1.
+    /// Returns [`Error::Setting`](crate::Error::Setting) if the warm-up is not shorter than the
+    /// schedule, or if the floor is not from 0 to 1.
     pub fn set_schedule(&mut self, schedule: Schedule) -> Result<()> {
         self.rates.set_schedule(schedule)
     }
@@ -321,7 +319,8 @@ impl<M, O> DistributedModel<M, O> {
     /// # Errors
     ///
     /// Returns [`TrainingError::HalfUpdated`] after a partial update, [`ParameterError::Unknown`],
-    /// [`Error::Tensor`] if candle fails, and [`Error::Mesh`] if a process does not respond.
+    /// [`Error::Tensor`](crate::Error::Tensor) if candle fails, and
+    /// [`Error::Mesh`](crate::Error::Mesh) if a process does not respond.
     #[doc(alias = "full_tensor")]
     #[doc(alias = "gather")]
     pub fn parameter(&self, name: &str) -> Result<Tensor> {
@@ -333,8 +332,8 @@ impl<M, O> DistributedModel<M, O> {
     }
 
     /// Returns all [parameters](Self::parameter) by name, in the form that
-    /// `candle_core::safetensors::save` writes. If a sharded model does not fit one device, use
-    /// [`for_each_parameter`](Self::for_each_parameter).
+    /// `candle_core::safetensors::save` writes. If a sharded model does not fit one device, call
+    /// [`parameter`](Self::parameter) for one name at a time.
     ///
     /// # Errors
     ///
@@ -344,27 +343,6 @@ impl<M, O> DistributedModel<M, O> {
     pub fn parameters(&self) -> Result<BTreeMap<String, Tensor>> {
         let names = self.inventory.parameters.iter().map(|(name, _)| name);
         names.map(|name| Ok((name.clone(), self.parameter(name)?))).collect()
-    }
-
-    /// Passes each full [parameter](Self::parameter) to `f`, one at a time in the order of names,
-    /// so that one device can write out a sharded model that fills all devices. Every process of
-    /// the mesh must call this.
-    ///
-    /// # Errors
-    ///
-    /// Returns the errors of [`parameter`](Self::parameter), and the first error of `f`, in the
-    /// process where it occurs. The remaining parameters are still gathered for the other
-    /// processes.
-    pub fn for_each_parameter<E: From<Error>>(
-        &self,
-        mut f: impl FnMut(&str, Tensor) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let mut outcome = Ok(());
-        for (name, _) in &self.inventory.parameters {
-            let whole = self.parameter(name)?;
-            outcome = outcome.and_then(|()| f(name, whole));
-        }
-        outcome
     }
 
     /// Writes the parameters as pretrained weights into `folder`, next to other files, with the
@@ -383,7 +361,7 @@ impl<M, O> DistributedModel<M, O> {
     /// - [`CheckpointError::NotFinite`](crate::CheckpointError::NotFinite) unless non-finite
     ///   parameters are [allowed](PretrainedFiles::allow_non_finite);
     /// - [`CheckpointError::Io`](crate::CheckpointError::Io) if a file cannot be written, and
-    ///   [`Error::OtherProcess`] on the other processes.
+    ///   [`Error::OtherProcess`](crate::Error::OtherProcess) on the other processes.
     ///
     /// # Examples
     ///
@@ -412,14 +390,16 @@ impl<M, O> DistributedModel<M, O> {
     /// Checks that values stored by several devices are the same to the bit: the variables of a
     /// replicated model, and in a sharded model the shards in other groups of slots (HSDP) and the
     /// parameters that a plan replicates. They get the same updates, so they differ only because of
-    /// a fault, such as bad memory or an optimizer that is not deterministic. Every process of the
-    /// mesh must call this.
+    /// a fault, such as bad memory or an optimizer that is not deterministic.
+    /// [`state_dict`](Self::state_dict) and [`save_pretrained`](Self::save_pretrained) call this
+    /// first. Every process of the mesh must call this.
     ///
     /// # Errors
     ///
-    /// Returns [`Error::Diverged`] with the first parameter and the first slot with different
-    /// values, [`TrainingError::HalfUpdated`] after a partial update, [`Error::Tensor`] if a
-    /// parameter cannot be read, and [`Error::Mesh`] if a process does not respond.
+    /// Returns [`Error::Diverged`](crate::Error::Diverged) with the first parameter and the first
+    /// slot with different values, [`TrainingError::HalfUpdated`] after a partial update,
+    /// [`Error::Tensor`](crate::Error::Tensor) if a parameter cannot be read, and
+    /// [`Error::Mesh`](crate::Error::Mesh) if a process does not respond.
     pub fn check_in_sync(&self) -> Result<()> {
         self.check_not_half_updated()?;
         self.layout.check_in_sync(&self.mesh, &self.inventory, &self.slots)

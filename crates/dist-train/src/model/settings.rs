@@ -50,21 +50,14 @@ pub(crate) fn model_settings(
     dtypes: impl IntoIterator<Item = DType>,
     config: &ModelConfig,
     is_sharded: bool,
-) -> Settings<17> {
-    let StepOptions {
-        in_axes,
-        uneven,
-        local_batches,
-        max_norm,
-        schedule,
-        allow_non_finite,
-        check_every,
-    } = &config.step_options;
+) -> Settings<16> {
+    let StepOptions { in_axes, uneven, local_batches, max_norm, schedule, allow_non_finite } =
+        &config.step_options;
     let Inventory { roles, .. } = inventory;
     let in_role = |is_role: fn(Role) -> u64| {
         number_fingerprint(roles.by_variable.iter().map(|&role| is_role(role)))
     };
-    // A value that is neither the bits of a finite norm nor a realistic number of steps.
+    // A value that is not the bits of a finite norm.
     let absent = u64::MAX;
     [
         // Compared first, because models of different layouts would wait for each other's
@@ -87,7 +80,6 @@ pub(crate) fn model_settings(
         ("clip_grad_norm", max_norm.map_or(absent, f64::to_bits)),
         ("schedule", debug_fingerprint(schedule)),
         ("allow_non_finite", (*allow_non_finite).into()),
-        ("check_in_sync_every", check_every.unwrap_or(absent)),
         ("seed", config.rng_seed.as_u64()),
     ]
 }
@@ -203,7 +195,6 @@ mod tests {
         assert_eq!(of(StepOptions { local_batches: true, ..options() }), ["local_batches"]);
         assert_eq!(of(StepOptions { max_norm: Some(0.0), ..options() }), ["clip_grad_norm"]);
         assert_eq!(of(StepOptions { allow_non_finite: true, ..options() }), ["allow_non_finite"]);
-        assert_eq!(of(StepOptions { check_every: Some(1), ..options() }), ["check_in_sync_every"]);
         let sharing = Sharing::PerSlot;
         assert_eq!(differing(&ModelConfig { sharing, ..usual() }, false), ["replicated"]);
         let rng_seed = Seed::new(1);

@@ -17,8 +17,8 @@ use crate::{
 
 /// Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101).
 ///
-/// It replaces [`candle_nn::AdamW`] and has all its methods. In f32 and f64 its steps equal
-/// candle's to the bit. It differs as follows:
+/// It replaces [`candle_nn::AdamW`]. In f32 and f64 its steps equal candle's to the bit. It differs
+/// as follows:
 ///
 /// - On the CPU, variables and state are updated in place, so a step allocates no tensor of a
 ///   variable's size, while candle's step holds six to eight at a time; the threads of the caller's
@@ -67,22 +67,14 @@ impl AdamW {
     pub fn new_lr(vars: Vec<Var>, learning_rate: f64) -> Result<Self> {
         Self::new(vars, ParamsAdamW { lr: learning_rate, ..ParamsAdamW::default() })
     }
-
-    /// Returns the settings.
-    pub fn params(&self) -> &ParamsAdamW {
-        &self.params
-    }
-
-    /// Replaces the settings. The next step rejects invalid settings.
-    pub fn set_params(&mut self, params: ParamsAdamW) {
-        self.params = params;
-    }
 }
+
+const LEARNING_RATE: &str = "the learning rate of AdamW";
 
 /// Rejects settings that make every step wrong, with the same limits as PyTorch.
 fn check(params: &ParamsAdamW) -> Result<()> {
     let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = *params;
-    Error::check_at_least_zero("the learning rate of AdamW", lr)?;
+    Error::check_at_least_zero(LEARNING_RATE, lr)?;
     Error::check_fraction("beta1 of AdamW", beta1)?;
     Error::check_fraction("beta2 of AdamW", beta2)?;
     Error::check_at_least_zero("eps of AdamW", eps)?;
@@ -105,8 +97,13 @@ impl Optimizer for AdamW {
     }
 
     /// Updates the variables that have a gradient, except integer variables.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`Error::Setting`] if the learning rate is negative or not a number, and errors of
+    /// candle.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
-        check(&self.params)?;
+        Error::check_at_least_zero(LEARNING_RATE, self.params.lr)?;
         self.vars.update_each(grads, |state, grad| update(state, &self.params, grad))
     }
 
@@ -221,7 +218,7 @@ mod tests {
 
     /// Returns an optimizer that continues with the state of `stopped`.
     fn resumed(stopped: &AdamW, var: &Var) -> AdamW {
-        let mut next = AdamW::new(vec![var.clone()], stopped.params().clone()).unwrap();
+        let mut next = AdamW::new(vec![var.clone()], stopped.params.clone()).unwrap();
         for (name, value) in stopped.state(0).unwrap() {
             next.load_state(0, name, &value.copy().unwrap()).unwrap();
         }
@@ -277,7 +274,7 @@ mod tests {
     fn unknown_states_are_rejected() {
         let var = Var::ones(2, DType::F32, &Device::Cpu).unwrap();
         let mut adam = AdamW::new_lr(vec![var.clone()], 0.1).unwrap();
-        assert_eq!(adam.params().lr.to_bits(), 0.1_f64.to_bits());
+        assert_eq!(adam.learning_rate().to_bits(), 0.1_f64.to_bits());
         assert!(adam.load_state(0, "momentum", &var).is_err());
         assert!(adam.load_state(0, "master", &var).is_err());
         assert!(adam.load_state(1, "step", &var).is_err());
@@ -299,12 +296,12 @@ mod tests {
             (ParamsAdamW { eps: -1e-8, ..default() }, "eps"),
             (ParamsAdamW { weight_decay: f64::NAN, ..default() }, "weight decay"),
         ] {
-            let error = AdamW::new(vec![var.clone()], params.clone()).unwrap_err();
+            let error = AdamW::new(vec![var.clone()], params).unwrap_err();
             assert!(error.to_string().contains(name), "{error}");
-            let mut adam = AdamW::new(vec![var.clone()], default()).unwrap();
-            adam.set_params(params);
-            assert!(adam.backward_step(&var.sum_all().unwrap()).is_err(), "{name}");
         }
+        let mut adam = AdamW::new(vec![var.clone()], default()).unwrap();
+        adam.set_learning_rate(f64::NAN);
+        assert!(adam.backward_step(&var.sum_all().unwrap()).is_err());
         assert_eq!(var.to_vec1::<f32>().unwrap(), [1.0, 1.0]);
     }
 

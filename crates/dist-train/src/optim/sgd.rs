@@ -1,6 +1,6 @@
 //! Stochastic gradient descent with momentum, in place and with a state that can be saved.
 
-use candle_core::{Result, Tensor, Var, backprop::GradStore};
+use candle_core::{Result, Tensor, Var, backprop::GradStore, bail};
 use candle_nn::Optimizer;
 
 use crate::{
@@ -37,10 +37,12 @@ impl Default for ParamsSgd {
     }
 }
 
+const LEARNING_RATE: &str = "the learning rate of Sgd";
+
 impl ParamsSgd {
     /// Rejects settings that make every step wrong, with the same limits as PyTorch.
     fn check(&self) -> Result<()> {
-        Error::check_at_least_zero("the learning rate of Sgd", self.lr)?;
+        Error::check_at_least_zero(LEARNING_RATE, self.lr)?;
         Error::check_at_least_zero("the momentum of Sgd", self.momentum)?;
         Error::check_at_least_zero("the weight decay of Sgd", self.weight_decay)?;
         Error::check_fraction("the dampening of Sgd", self.dampening)?;
@@ -86,18 +88,6 @@ pub struct Sgd {
     params: ParamsSgd,
 }
 
-impl Sgd {
-    /// Returns the settings.
-    pub fn params(&self) -> &ParamsSgd {
-        &self.params
-    }
-
-    /// Replaces the settings. The next step rejects invalid settings.
-    pub fn set_params(&mut self, params: ParamsSgd) {
-        self.params = params;
-    }
-}
-
 impl Optimizer for Sgd {
     type Config = ParamsSgd;
 
@@ -115,8 +105,13 @@ impl Optimizer for Sgd {
     }
 
     /// Updates the variables with a gradient; integer variables are never updated.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`Error::Setting`] if the learning rate is negative or not a number, and errors of
+    /// candle.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
-        self.params.check()?;
+        Error::check_at_least_zero(LEARNING_RATE, self.params.lr)?;
         self.vars.update_each(grads, |state, grad| update(state, &self.params, grad))
     }
 
@@ -146,11 +141,7 @@ fn update(state: &mut VariableState, params: &ParamsSgd, grad: &Tensor) -> Resul
         let ParamsSgd { lr, weight_decay, .. } = *params;
         return state.variable.update(&PlainRule { lr, weight_decay }, [], grad);
     }
-    // Momentum may be enabled after the optimizer was created.
-    if state.tensors.is_empty() {
-        state.tensors.push((MOMENTUM, state.variable.zeros()?));
-    }
-    let (_, momentum) = &state.tensors[0];
+    let [(_, momentum)] = &state.tensors[..] else { bail!("Sgd needs one momentum per variable") };
     // The momentum starts as the first gradient, without dampening, as in PyTorch.
     let dampening = if state.step == 0 { 0.0 } else { params.dampening };
     let ParamsSgd { lr, momentum: momentum_factor, weight_decay, nesterov, .. } = *params;
@@ -300,18 +291,6 @@ mod tests {
     }
 
     #[test]
-    fn momentum_can_be_enabled_later() {
-        let var = start(DType::BF16);
-        let mut sgd = Sgd::new(vec![var.clone()], ParamsSgd::default()).unwrap();
-        let names =
-            |sgd: &Sgd| sgd.state(0).unwrap().iter().map(|(name, _)| *name).collect::<Vec<_>>();
-        assert_eq!(names(&sgd), ["master"]);
-        sgd.set_params(ParamsSgd { momentum: 0.9, ..sgd.params().clone() });
-        step_once(&mut sgd, &var);
-        assert_eq!(names(&sgd), ["step", "momentum_buffer", "master"]);
-    }
-
-    #[test]
     fn invalid_settings_are_rejected() {
         let default = ParamsSgd::default;
         for (params, name) in [
@@ -322,11 +301,11 @@ mod tests {
             (ParamsSgd { nesterov: true, ..default() }, "momentum"),
             (ParamsSgd { nesterov: true, momentum: 0.9, dampening: 0.1, ..default() }, "dampening"),
         ] {
-            let error = Sgd::new(vec![start(DType::F32)], params.clone()).unwrap_err();
+            let error = Sgd::new(vec![start(DType::F32)], params).unwrap_err();
             assert!(error.to_string().contains(name), "{error}");
-            let mut sgd = Sgd::new(vec![start(DType::F32)], default()).unwrap();
-            sgd.set_params(params);
-            assert!(sgd.step(&GradStore::default()).is_err(), "{name}");
         }
+        let mut sgd = Sgd::new(vec![start(DType::F32)], default()).unwrap();
+        sgd.set_learning_rate(f64::NAN);
+        assert!(sgd.step(&GradStore::default()).is_err());
     }
 }

@@ -18,8 +18,6 @@ pub(crate) struct StepOptions {
     pub(crate) max_norm: Option<f64>,
     pub(crate) schedule: Schedule,
     pub(crate) allow_non_finite: bool,
-    /// Number of steps between checks that all slots have the same variables.
-    pub(crate) check_every: Option<u64>,
 }
 
 impl Default for StepOptions {
@@ -31,7 +29,6 @@ impl Default for StepOptions {
             max_norm: None,
             schedule: Schedule::constant(),
             allow_non_finite: false,
-            check_every: None,
         }
     }
 }
@@ -40,9 +37,7 @@ impl StepOptions {
     /// Rejects invalid settings.
     pub(crate) fn check(&self) -> Result<()> {
         self.max_norm.map_or(Ok(()), clip::check_max_norm)?;
-        self.schedule.check()?;
-        let name = "the number of steps from one check of the variables to the next";
-        Error::check_setting(self.check_every != Some(0), name, 0.0, "at least 1")
+        self.schedule.check()
     }
 
     /// Configures a call so that it splits batches by these options. Its replicas must return equal

@@ -36,9 +36,6 @@ fn non_finite_gradients_are_rejected() {
         panic!("{outcome:?}")
     };
     assert_eq!((index, shape), (1, vec![2, 1]));
-    let (loss, grads) = step().allow_non_finite().call(rows(3)).unwrap();
-    assert!((loss - 16.0).abs() < 1e-6, "{loss}");
-    assert!(items(grads.get(&w).unwrap()).iter().all(|item| item.is_nan()));
     let (_, grads) = step().call(rows(4)).unwrap();
     assert_eq!(items(grads.get(&w).unwrap()), [16.0, 16.0]);
 }

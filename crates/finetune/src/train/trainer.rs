@@ -270,7 +270,8 @@ impl Trainer {
         let before = StepTraffic::so_far(&self.mesh);
         let trained = self.model.step(tensors, learning_rate)?;
         let metrics = StepMetrics::from_step(self.done, &trained).epoch(epoch);
-        let mut metrics = with_tokens(metrics.learning_rate(learning_rate), &batches);
+        let mut metrics = with_tokens(metrics, &batches);
+        metrics.learning_rate = Some(learning_rate);
         metrics.seconds = self.started.map_or(0., |started| started.elapsed().as_secs_f64());
         metrics.peak_bytes = peak_bytes();
         if let Some(folder) = &mut self.folder {

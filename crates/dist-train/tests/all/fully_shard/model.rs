@@ -177,21 +177,9 @@ pub(crate) struct Trained {
     pub(crate) parameters: BTreeMap<String, Vec<u32>>,
 }
 
-/// Returns the names of the model's parameters.
-pub(crate) fn names() -> Vec<String> {
-    let declared = dist_train::declare(build, DType::F32, &Device::Cpu).unwrap();
-    declared.into_iter().map(|declared| declared.name).collect()
-}
-
 pub(crate) fn parameters(model: &DistributedModel<Units, AdamW>) -> BTreeMap<String, Vec<u32>> {
-    let mut parameters = BTreeMap::new();
-    let outcome = model.for_each_parameter(|name, whole| {
-        parameters.insert(name.to_owned(), bits(&whole));
-        Ok::<_, dist_train::Error>(())
-    });
-    outcome.unwrap();
-    assert_eq!(parameters.len(), names().len());
-    parameters
+    let parameters = model.parameters().unwrap().into_iter();
+    parameters.map(|(name, whole)| (name, bits(&whole))).collect()
 }
 
 /// Trains a model for some steps.

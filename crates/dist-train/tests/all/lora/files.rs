@@ -74,7 +74,7 @@ fn files_contain_adapters_or_sums() {
 
     // A model loaded from the saved weights and adapters.
     let again = Lora::open(&base).unwrap();
-    assert_eq!((again.targets(), again.rank(), again.alpha()), (lora.targets(), 2, 3.0));
+    assert_eq!(again.adapters(), lora.adapters());
     let builder = FullyShard::builder(&mesh, again.adapt(super::model)).dtype(DType::F64);
     let builder = builder.weights(base.join("model.safetensors"));
     let builder = builder.allow_unexpected(Lora::PATTERNS).allow_missing(Lora::PATTERNS);
@@ -87,9 +87,10 @@ fn files_contain_adapters_or_sums() {
 fn bf16_weights_merge_in_f32() {
     let mesh = DeviceMesh::cpu(1).unwrap();
     // bf16 would round this alpha to 1.
-    let lora = Lora::new(["q"], 1, 1.001_953_125).unwrap();
-    let model = DataParallel::builder(&mesh, |vb| lora.linear_no_bias(2, 2, vb.pp("q")));
-    let model = model.dtype(DType::BF16).init_with(|declared, items| {
+    let lora = Lora::new(["q"], 1, 1.001_953_125).unwrap().with_base_dtype(DType::BF16);
+    let layer = |vb: VarBuilder<'_>| linear_no_bias(2, 2, vb.pp("q"));
+    let builder = DataParallel::builder(&mesh, lora.adapt(layer)).by_units(UnitRules::new());
+    let model = builder.init_with(|declared, items| {
         // The sum adds slightly more than half the distance from 1 to the next bf16 number.
         let value = if declared.name == "q.weight" { 1.0 } else { 0.0625 };
         Tensor::full(value, items.len(), &Device::Cpu)?.to_dtype(declared.dtype)
@@ -147,10 +148,7 @@ fn projections(vb: VarBuilder<'_>) -> candle_core::Result<()> {
 fn peft_adapters_round_trip() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/all/lora/golden");
     let lora = Lora::open(&golden).unwrap();
-    assert_eq!(
-        (lora.targets(), lora.rank(), lora.alpha()),
-        (&["q_proj".to_owned(), "v_proj".to_owned()][..], 4, 8.0)
-    );
+    assert_eq!(lora.adapters(), Lora::new(["q_proj", "v_proj"], 4, 8.0).unwrap().adapters());
     let mesh = DeviceMesh::cpu(1).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let [base, adapter] = ["base", "adapter"].map(|name| folder.path().join(name));

@@ -3,15 +3,12 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_nn::{Module, Optimizer, VarBuilder};
-use dist_train::{DataParallel, Lora};
-use fused_ops::layers::Linear;
-use pmap_mesh::{DeviceMesh, Replica};
+use candle_core::{DType, Result, Tensor, Var};
+use candle_nn::VarBuilder;
+use dist_train::Lora;
+use pmap_mesh::DeviceMesh;
 
-use super::{
-    BLOCKS, RATE, batch, block, fused_block, lora, loss, loss_by_units, sgd, sharded, whole,
-};
+use super::{BLOCKS, RATE, batch, block, fused_block, lora, loss, loss_by_units, sharded, whole};
 
 const STEPS: usize = 20;
 
@@ -115,73 +112,6 @@ fn half_precision_bases_match_the_formula() {
     check_layouts(&lora, fused_block);
 }
 
-struct AdaptedBlock {
-    up: Linear,
-    down: Linear,
-}
-
-fn blocks(lora: &Lora, vb: VarBuilder<'_>) -> Result<Vec<AdaptedBlock>> {
-    let mut blocks = Vec::with_capacity(BLOCKS);
-    for n in 0..BLOCKS {
-        let vb = vb.pp(format!("h.{n}.mlp"));
-        let down = fused_ops::layers::linear_no_bias(6, 4, vb.pp("down"))?;
-        blocks.push(AdaptedBlock { up: lora.linear(4, 6, vb.pp("up"))?, down });
-    }
-    Ok(blocks)
-}
-
-#[test]
-fn adapted_layer_matches_the_formula() {
-    let lora = lora();
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let builder = DataParallel::builder(&mesh, |vb| blocks(&lora, vb));
-    let builder = builder.dtype(DType::F64).train_only(Lora::PATTERNS);
-    let mut model = builder.build(sgd).unwrap();
-    let start = copied(model.parameters().unwrap());
-    let expected = naive(&start, 1.5).unwrap();
-    let block_loss = |_: &Replica, model: &Vec<AdaptedBlock>, mut x: Tensor| {
-        for block in model {
-            x = block.down.forward(&block.up.forward(&x)?.tanh()?)?;
-        }
-        loss(&x)
-    };
-    let losses = (0..STEPS).map(|step| model.step(batch(step), block_loss).unwrap().loss).collect();
-    check_close(&(losses, model.parameters().unwrap()), &expected);
-}
-
-#[test]
-fn bf16_weights_have_f32_adapters() {
-    let lora = Lora::new(["up"], 1, 1.0).unwrap();
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    // The weight alternates in sign, so the output is the adapter's: 64 times 2⁻⁹. A step changes
-    // `lora_A` by less than the distance of bf16 numbers at 1.
-    let builder = DataParallel::builder(&mesh, |vb| lora.linear_no_bias(64, 2, vb.pp("up")));
-    let builder = builder.dtype(DType::BF16).init_with(|declared, items| {
-        let values = items.map(|item| match declared.name.as_str() {
-            "up.weight" if item % 2 == 1 => -1.0,
-            "up.lora_B.weight" => 1.0 / 512.0,
-            _ => 1.0,
-        });
-        Tensor::from_iter(values, &Device::Cpu)?.to_dtype(declared.dtype)
-    });
-    let builder = builder.train_only(Lora::PATTERNS);
-    let mut model = builder.build(|group| candle_nn::SGD::new(group.vars, 0.05)).unwrap();
-    assert_eq!(
-        ["up.weight", "up.lora_A.weight", "up.lora_B.weight"]
-            .map(|name| model.parameters().unwrap()[name].dtype()),
-        [DType::BF16, DType::F32, DType::F32]
-    );
-    let x = Tensor::ones((4, 64), DType::BF16, &Device::Cpu).unwrap();
-    let step = model.step(x, |_: &Replica, layer: &Linear, x| {
-        let y = layer.forward(&x)?;
-        assert_eq!(y.dtype(), DType::BF16);
-        y.to_dtype(DType::F32)?.mean_all()
-    });
-    assert_eq!(step.unwrap().loss.to_bits(), 0.125_f64.to_bits());
-    let a = model.parameters().unwrap()["up.lora_A.weight"].to_vec2::<f32>().unwrap()[0][0];
-    assert!(0.999_9 < a && a < 1.0, "{a}");
-}
-
 #[test]
 fn initial_values_match_peft() {
     let model = whole(&DeviceMesh::cpu(1).unwrap(), &Lora::new(["up"], 64, 1.0).unwrap());
@@ -195,23 +125,4 @@ fn initial_values_match_peft() {
     assert!(0.95 * bound < largest && largest <= bound, "{largest}");
     let mean = a.iter().sum::<f64>() / a.len() as f64;
     assert!(mean.abs() < 0.1 * bound, "{mean}");
-}
-
-/// Adds to 1 slightly more than half the distance to the next bf16 number.
-#[test]
-fn adapted_sum_is_rounded_once() {
-    let item = |value: f32, dtype| Tensor::full(value, (1, 1), &Device::Cpu)?.to_dtype(dtype);
-    let lora = Lora::new(["up"], 1, 1.0).unwrap();
-    let product = 2_f32.powi(-8) + 2_f32.powi(-18);
-    let tensors = [
-        ("weight", item(1.0, DType::BF16)),
-        ("lora_A.weight", item(1.0, DType::F32)),
-        ("lora_B.weight", item(product, DType::F32)),
-    ];
-    let tensors = tensors.map(|(name, item)| (name.to_owned(), item.unwrap()));
-    let vb = VarBuilder::from_tensors(tensors.into(), DType::BF16, &Device::Cpu);
-    let layer = lora.linear_no_bias(1, 1, vb).unwrap();
-    let y = layer.forward(&item(1.0, DType::BF16).unwrap()).unwrap();
-    let found: f32 = y.to_dtype(DType::F32).unwrap().sum_all().unwrap().to_scalar().unwrap();
-    assert_eq!(found.to_bits(), (1.0 + 2_f32.powi(-7)).to_bits());
 }

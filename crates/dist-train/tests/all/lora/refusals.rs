@@ -86,11 +86,11 @@ fn unfit_adapter_files_are_rejected() {
     }
     for way in ["null", "true", "false", "\"gaussian\"", "\"eva\"", "\"orthogonal\""] {
         with("\"r\": 2", &format!("\"r\": 2, \"init_lora_weights\": {way}"));
-        assert_eq!(Lora::open(folder.path()).unwrap().rank(), 2);
+        assert_eq!(Lora::open(folder.path()).unwrap().adapters(), lora.adapters());
     }
     // Dropout affects only training.
     with("\"lora_dropout\": 0.0", "\"lora_dropout\": 0.1");
-    assert_eq!(Lora::open(folder.path()).unwrap().targets(), lora.targets());
+    assert_eq!(Lora::open(folder.path()).unwrap().adapters(), lora.adapters());
 
     for (from, to, expected) in [
         ("\"bias\": \"none\"", "\"bias\": \"all\"", "bias is \"all\", \"none\" was expected"),
@@ -125,11 +125,11 @@ fn missing_adapters_cannot_be_saved() {
 #[test]
 fn mismatched_adapters_are_not_saved() {
     let mesh = DeviceMesh::cpu(1).unwrap();
-    let model = DataParallel::builder(&mesh, |vb| {
-        let lora = lora();
-        Ok((lora.linear(4, 4, vb.pp("0.up"))?, lora.linear(4, 4, vb.pp("1.down"))?))
-    });
-    let model = model.build(sgd).unwrap();
+    let adapted = Lora::new(["up", "down"], 2, 3.0).unwrap();
+    let layers =
+        |vb: VarBuilder<'_>| Ok((linear(4, 4, vb.pp("0.up"))?, linear(4, 4, vb.pp("1.down"))?));
+    let builder = DataParallel::builder(&mesh, adapted.adapt(layers)).by_units(UnitRules::new());
+    let model = builder.build(sgd).unwrap();
     let folder = tempfile::tempdir().unwrap();
     for (targets, rank, expected) in [
         (&["up"][..], 2, "1.down has an adapter, and no target names it"),
