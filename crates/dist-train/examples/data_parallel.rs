@@ -15,12 +15,10 @@
 
 #![allow(clippy::print_stdout, reason = "an example prints its results")]
 
-use std::{error::Error, process};
+use std::{collections::BTreeMap, error::Error, process};
 
 use candle_core::{DType, Device, Tensor, Var};
-use candle_nn::{
-    AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear, loss::mse,
-};
+use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, linear, loss::mse};
 use core_types::Seed;
 use dist_train::DataParallel;
 use pmap_mesh::{DeviceMesh, Replica, Uneven};
@@ -80,8 +78,11 @@ impl Mlp {
 /// Returns the mean loss of each epoch on a mesh of `slots` devices.
 fn train(slots: usize, data: &Batch) -> Result<Vec<f64>, Box<dyn Error>> {
     let mesh = DeviceMesh::cpu(slots)?;
+    let initial = initial()?;
     let mut model = DataParallel::builder(&mesh, Mlp::new)
-        .with_variables(&initial()?)
+        .init_with(move |declared, items| {
+            initial[&declared.name].flatten_all()?.narrow(0, items.start, items.len())
+        })
         .uneven(Uneven::Balanced)
         .clip_grad_norm(MAX_NORM)
         .build(|group| adam(group.vars))?;
@@ -117,15 +118,15 @@ fn data_set() -> Result<Batch, Box<dyn Error>> {
     Ok((x, y))
 }
 
-/// Returns the initial variables, the same for every run.
-fn initial() -> Result<VarMap, Box<dyn Error>> {
-    let mut vars = VarMap::new();
-    Mlp::new(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
-    vars.set_one("up.weight", (normal(1, (HIDDEN, FEATURES))? * 0.5)?)?;
-    vars.set_one("up.bias", normal(2, (1, HIDDEN))?.squeeze(0)?)?;
-    vars.set_one("down.weight", (normal(3, (1, HIDDEN))? * 0.2)?)?;
-    vars.set_one("down.bias", Tensor::zeros(1, DType::F32, &Device::Cpu)?)?;
-    Ok(vars)
+/// Returns the initial values by name, the same for every run.
+fn initial() -> Result<BTreeMap<String, Tensor>, Box<dyn Error>> {
+    let values = [
+        ("up.weight", (normal(1, (HIDDEN, FEATURES))? * 0.5)?),
+        ("up.bias", normal(2, (1, HIDDEN))?.squeeze(0)?),
+        ("down.weight", (normal(3, (1, HIDDEN))? * 0.2)?),
+        ("down.bias", Tensor::zeros(1, DType::F32, &Device::Cpu)?),
+    ];
+    Ok(values.map(|(name, value)| (name.to_owned(), value)).into())
 }
 
 /// Draws numbers that depend on the seed alone from a replica's generator; candle's own CPU
@@ -135,20 +136,29 @@ fn normal(seed: u64, shape: (usize, usize)) -> pmap_mesh::Result<Tensor> {
 }
 
 #[cfg(test)]
+#[expect(clippy::disallowed_types, reason = "candle takes tensors in a HashMap")]
 mod tests {
+    use std::collections::HashMap;
+
     use candle_core::backprop::GradStore;
 
     use super::*;
 
     /// Trains with candle alone.
     fn train_serially(data: &Batch) -> Result<Vec<f64>, Box<dyn Error>> {
-        let vars = initial()?;
-        let model = Mlp::new(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
-        let mut optimizer = adam(vars.all_vars())?;
+        let mut vars = Vec::new();
+        let mut named = HashMap::new();
+        for (name, value) in initial()? {
+            let var = Var::from_tensor(&value)?;
+            named.insert(name, var.as_tensor().clone());
+            vars.push(var);
+        }
+        let model = Mlp::new(VarBuilder::from_tensors(named, DType::F32, &Device::Cpu))?;
+        let mut optimizer = adam(vars.clone())?;
         epochs(data, |batch| {
             let loss = model.loss(&batch)?;
             let mut grads = loss.backward()?;
-            clip(&mut grads, &vars.all_vars())?;
+            clip(&mut grads, &vars)?;
             optimizer.step(&grads)?;
             Ok(f64::from(loss.to_scalar::<f32>()?))
         })

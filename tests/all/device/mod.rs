@@ -9,7 +9,7 @@ use candle_distributed::{
     mesh::{ALL, DeviceMesh, P, Uneven},
     train::{DataParallel, value_and_grad},
 };
-use candle_nn::{Linear, Module, Optimizer, SGD, VarMap, linear};
+use candle_nn::{Linear, Module, Optimizer, SGD, linear};
 
 /// Returns a mesh of two slots for each kind of device and each way to open one. The slots are two
 /// devices, or one device twice if there is no second.
@@ -171,14 +171,12 @@ fn padding_and_rng_match_the_cpu() {
 fn data_parallel_step_equals_serial_step() {
     for mesh in meshes() {
         let home = &mesh.devices()[0];
-        let vars = VarMap::new();
         let mut model = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
-            .with_variables(&vars)
             .build(|group| SGD::new(group.vars, 0.1))
             .unwrap();
-        let weight = vars.data().lock().unwrap()["weight"].clone();
-        let initial = Var::from_tensor(&weight.copy().unwrap().detach()).unwrap();
-        let bias = vars.data().lock().unwrap()["bias"].copy().unwrap().detach();
+        let weight = model.parameter("weight").unwrap();
+        let initial = Var::from_tensor(&weight.copy().unwrap()).unwrap();
+        let bias = model.parameter("bias").unwrap().copy().unwrap();
 
         let x = (iota((4, 3)) / 12.0).unwrap();
         let loss = |model: &Linear, x: &Tensor| model.forward(x)?.sqr()?.mean_all();
@@ -191,7 +189,7 @@ fn data_parallel_step_equals_serial_step() {
         model.check_in_sync().unwrap();
         assert!((parallel.loss - f64::from(scalar(&serial))).abs() < 1e-5);
         let expected = (initial.as_tensor() - (gradient * 0.1).unwrap()).unwrap();
-        let error = (expected - weight.as_tensor()).unwrap().abs().unwrap().max_all().unwrap();
+        let error = (expected - weight).unwrap().abs().unwrap().max_all().unwrap();
         assert!(scalar(&error) < 1e-5);
     }
 }

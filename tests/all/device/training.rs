@@ -6,7 +6,7 @@ use candle_distributed::{
     ops::{self, Activation, AttentionConfig, CrossEntropyConfig, DropoutKey},
     train::{AdamW, DataParallel, ParamsSgd, Sgd},
 };
-use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, VarMap, linear};
+use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, linear};
 
 use super::meshes;
 
@@ -46,9 +46,7 @@ fn train_weight<O: Optimizer + Send + 'static>(
     dtype: DType,
     make: impl Fn(Vec<Var>) -> Result<O>,
 ) -> Tensor {
-    let vars = VarMap::new();
     let mut model = DataParallel::builder(mesh, |vb| linear(6, 5, vb))
-        .with_variables(&vars)
         .dtype(dtype)
         .clip_grad_norm(0.5)
         .build(|group| make(group.vars))
@@ -62,7 +60,7 @@ fn train_weight<O: Optimizer + Send + 'static>(
         assert!(report.grad_norm > 0.5, "nothing was clipped");
     }
     model.check_in_sync().unwrap();
-    vars.data().lock().unwrap()["weight"].as_detached_tensor()
+    model.parameter("weight").unwrap()
 }
 
 #[test]

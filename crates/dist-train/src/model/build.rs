@@ -53,7 +53,7 @@ impl<M> ModelBuilder<'_, M> {
     /// - [`Error::Sharding`](crate::Error::Sharding) if a parameter of a sharded model is in no
     ///   unit or is a buffer, or if a plan does not fit this model and mesh;
     /// - [`Error::Training`](crate::Error::Training) if a pattern matches nothing, groups overlap,
-    ///   a variable has two names, nothing is trained, or options exclude each other or belong to
+    ///   nothing is trained, or options exclude each other or belong to
     ///   the other layout; also if processes have different models, options or weights;
     /// - [`Error::Diverged`](crate::Error::Diverged) if processes start with different values of
     ///   replicated variables;
@@ -65,9 +65,6 @@ impl<M> ModelBuilder<'_, M> {
     /// - [`Error::OtherProcess`](crate::Error::OtherProcess) with the message of another process
     ///   that fails;
     /// - [`Error::Mesh`](crate::Error::Mesh) if a process does not respond.
-    ///
-    /// After an error, the [`variables`](Self::with_variables) may already have the values of rank
-    /// 0, and new variables of this model.
     pub fn build<O: Optimizer>(
         self,
         optimizer: impl Fn(Group) -> CandleResult<O>,

@@ -3,7 +3,7 @@
 use std::{fmt, mem, ops::Range, path::PathBuf, sync::Arc};
 
 use candle_core::{DType, Result as CandleResult, Tensor, Var};
-use candle_nn::{VarBuilder, VarMap};
+use candle_nn::VarBuilder;
 use core_types::Seed;
 use fsdp_plan::{ShardingPlan, strategy::ShardingStrategy};
 use pmap_mesh::{DeviceMesh, Specs, Uneven};
@@ -170,8 +170,7 @@ impl<'a, M> ModelBuilder<'a, M> {
     /// in `.json`, or a folder with `model.safetensors` or `model.safetensors.index.json`, such as
     /// [`save_pretrained`](crate::DistributedModel::save_pretrained) writes. Names must match
     /// exactly. A missing parameter is an error unless [`allow_missing`](Self::allow_missing)
-    /// matches it or it [has a value](Self::with_variables). A parameter that has a value and is in
-    /// the weights is an error, and so is a tensor that the model does not have, unless
+    /// matches it, and so is a tensor that the model does not have, unless
     /// [`allow_unexpected`](Self::allow_unexpected) matches it.
     ///
     /// The slots of a sharded model read only their own items. All processes must have the same
@@ -201,26 +200,13 @@ impl<'a, M> ModelBuilder<'a, M> {
         self
     }
 
-    /// Trains the variables in `vars` that the model requests, starting with their values, and adds
-    /// the model's other variables to `vars`. Existing variables must be on the first device of the
-    /// mesh, the same object that [`DeviceMesh::devices`] returns. No variable may have two names:
-    /// layers that share a variable must request the same name.
-    ///
-    /// Slots on the first device use these variables directly, so between steps the variables
-    /// contain the trained values. A sharded model has no such variables and rejects the option.
-    pub fn with_variables(mut self, vars: &VarMap) -> Self {
-        self.config.var_map = Some(vars.clone());
-        self
-    }
-
-    /// Sets the dtype of new parameters; the default is the dtype of existing
-    /// [variables](Self::with_variables), or single precision.
+    /// Sets the dtype of parameters; single precision by default.
     ///
     /// Half-precision parameters are stored as such, with master weights in the state of
     /// [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd). A checkpoint contains the master weights,
     /// so a model of any other dtype can load it.
     pub fn dtype(mut self, dtype: DType) -> Self {
-        self.config.given_dtype = Some(dtype);
+        self.config.dtype = dtype;
         self
     }
 

@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use candle_core::DType;
-use candle_nn::VarMap;
 use core_types::{Seed, WorldSize};
 use fsdp_plan::{
     ParameterInfo, ShardingPlan,
@@ -12,7 +11,7 @@ use fsdp_plan::{
 
 use crate::{
     error::{Result, training::TrainingError},
-    parameters::{Initializer, declare::Declared},
+    parameters::{InitialValues, Initializer, declare::Declared},
     precision::Precision,
     step::{inventory::Inventory, options::StepOptions, roles::RolePatterns},
     units::{accumulation::Accumulation, keep_rules::KeepRules},
@@ -30,11 +29,11 @@ pub(crate) enum Sharing {
 
 /// The options of every model.
 pub(crate) struct ModelConfig {
-    pub(crate) given_dtype: Option<DType>,
+    /// The storage dtype of parameters, unless the constructor requests another one.
+    pub(crate) dtype: DType,
     pub(crate) precision: Precision,
     pub(crate) initializer: Initializer,
     pub(crate) weights_path: Option<PathBuf>,
-    pub(crate) var_map: Option<VarMap>,
     pub(crate) sharing: Sharing,
     pub(crate) role_patterns: RolePatterns,
     pub(crate) step_options: StepOptions,
@@ -44,11 +43,10 @@ pub(crate) struct ModelConfig {
 impl Default for ModelConfig {
     fn default() -> Self {
         Self {
-            given_dtype: None,
+            dtype: DType::F32,
             precision: Precision::default(),
             initializer: Initializer::Seeded(Seed::new(0)),
             weights_path: None,
-            var_map: None,
             sharing: Sharing::default(),
             role_patterns: RolePatterns::default(),
             step_options: StepOptions::default(),
@@ -73,15 +71,23 @@ impl ModelConfig {
         Ok(Inventory { parameters, roles })
     }
 
-    /// Rejects options that do not apply to a sharded model.
+    /// Returns the sources of the initial values of these parameters.
+    ///
+    /// # Errors
+    ///
+    /// Returns the errors of [`InitialValues::new`].
+    pub(crate) fn initial_values(&self, declared: &[Declared]) -> Result<InitialValues> {
+        let (init, weights) = (self.initializer.clone(), self.weights_path.as_deref());
+        InitialValues::new(init, weights, &self.role_patterns, declared)
+    }
+
+    /// Rejects an option that does not apply to a sharded model.
     pub(crate) fn check_sharded(&self) -> Result<(), TrainingError> {
-        let option = match self {
-            Self { var_map: Some(_), .. } => "with_variables",
-            Self { sharing: Sharing::PerSlot, .. } => "replicated",
-            _ => return Ok(()),
-        };
-        let reason = format!("`{option}` is for replicated models, but this model is sharded");
-        Err(TrainingError::option(option, reason))
+        if self.sharing == Sharing::PerDevice {
+            return Ok(());
+        }
+        let reason = "`replicated` is for replicated models, but this model is sharded";
+        Err(TrainingError::option("replicated", reason))
     }
 }
 

@@ -49,9 +49,7 @@ impl<M> Layout<M> {
         rules: Rules,
     ) -> Result<Pass<'a, M, O>> {
         Ok(match self {
-            Self::Replicated(layout) => {
-                Pass::Replicated(ReplicatedPass::new(layout, slots, rules)?)
-            }
+            Self::Replicated(layout) => Pass::Replicated(ReplicatedPass::new(layout, slots, rules)),
             Self::Sharded(layout, lend) => {
                 Pass::Sharded(ShardedPass::new(layout, slots, rules)?, *lend)
             }

@@ -111,7 +111,7 @@ impl SlotVar {
     /// # Errors
     ///
     /// Returns the errors of candle.
-    pub(crate) fn round(&self) -> CandleResult<()> {
+    fn round(&self) -> CandleResult<()> {
         let Some(rounded) = &self.rounded else { return Ok(()) };
         rounded.set(&self.var.as_detached_tensor().to_dtype(rounded.dtype())?)
     }

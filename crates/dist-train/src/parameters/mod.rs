@@ -16,7 +16,7 @@ use dist_checkpoint::{
 
 use self::declare::Declared;
 use crate::{
-    error::{Doing, Result, training::TrainingError},
+    error::{Doing, Result},
     step::roles::RolePatterns,
 };
 
@@ -106,34 +106,26 @@ pub(crate) struct InitialValues {
 }
 
 impl InitialValues {
-    /// Prepares initial values: from pretrained weights, and otherwise from `init`. The weights
-    /// must match the model except for names that `patterns` allow. `declared` has a flag for each
-    /// parameter: whether it needs a value, because it does not have one already.
+    /// Prepares the initial values of the `declared` parameters: from pretrained weights, and
+    /// otherwise from the initializer. The weights must match the model except for names that
+    /// patterns allow.
     ///
     /// # Errors
     ///
-    /// Returns [`TrainingError::Option`] if the weights contain a parameter that already has a
-    /// value, and the errors of [`StoredWeights::open`], [`StoredWeights::check_fits`] and of
-    /// the patterns.
-    pub(crate) fn new<'a>(
+    /// Returns the errors of [`StoredWeights::open`], [`StoredWeights::check_fits`] and of the
+    /// patterns.
+    pub(crate) fn new(
         init: Initializer,
         weights: Option<&Path>,
         patterns: &RolePatterns,
-        declared: impl Iterator<Item = (&'a Declared, bool)>,
+        declared: &[Declared],
     ) -> Result<Self> {
-        let (new, existing): (Vec<_>, Vec<_>) = declared.partition(|(_, needs_value)| *needs_value);
-        let all = new.iter().chain(&existing).map(|(declared, _)| declared.name.as_str());
-        let missing = patterns.missing(&all.collect::<Vec<_>>())?;
+        let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
+        let missing = patterns.missing(&names)?;
         let unexpected = patterns.unexpected()?;
         let Some(path) = weights else { return Ok(Self { init, weights: None }) };
         let weights = StoredWeights::open(path)?;
-        let duplicate = existing.iter().find(|(declared, _)| weights.contains(&declared.name));
-        if let Some((declared, _)) = duplicate {
-            let name = &declared.name;
-            let reason = format!("variable {name} has a value already, and another in the weights");
-            return Err(TrainingError::option("weights", reason).into());
-        }
-        let infos: Vec<TensorInfo> = new.into_iter().map(|(declared, _)| declared.info()).collect();
+        let infos: Vec<TensorInfo> = declared.iter().map(Declared::info).collect();
         let allowed = AllowedNames { missing: &missing, unexpected: &unexpected };
         weights.check_fits(&infos, allowed)?;
         Ok(Self { init, weights: Some(weights) })

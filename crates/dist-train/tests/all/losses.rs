@@ -7,7 +7,7 @@ use std::{
 };
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_nn::{Linear, Module, Optimizer, SGD, VarMap, linear, linear_no_bias, loss::mse};
+use candle_nn::{Linear, Module, Optimizer, SGD, linear, linear_no_bias, loss::mse};
 use dist_train::{
     DataParallel, DistributedModel, Error, Loss, ParamsSgd, Sgd, TrainingError, Units,
     value_and_grad,
@@ -254,13 +254,10 @@ fn stuck_replica_names_the_call() {
 
 /// Returns a weight after one step of gradient descent from `start`, with one gradient per slot.
 fn descended(dtype: DType, start: f32, grads: &[f32], lr: f64) -> f32 {
-    let vars = VarMap::new();
-    let start = Tensor::new(&[[start]], &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
-    let var = Var::from_tensor(&start).unwrap();
-    vars.data().lock().unwrap().insert("weight".to_owned(), var.clone());
     let mesh = DeviceMesh::cpu(grads.len()).unwrap();
     let mut model = DataParallel::builder(&mesh, |vb| linear_no_bias(1, 1, vb))
-        .with_variables(&vars)
+        .dtype(dtype)
+        .init_with(move |_, _| Tensor::new(&[start], &Device::Cpu)?.to_dtype(dtype))
         .build(|group| Sgd::new(group.vars, ParamsSgd { lr, ..ParamsSgd::default() }))
         .unwrap();
     let slots = grads.len() as f64;
@@ -269,7 +266,8 @@ fn descended(dtype: DType, start: f32, grads: &[f32], lr: f64) -> f32 {
         Ok(Loss::sum(model.forward(&x)?.sum_all()?, 1.0 / slots))
     });
     step.unwrap();
-    var.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap()[0][0]
+    let weight = model.parameter("weight").unwrap().to_dtype(DType::F32).unwrap();
+    weight.to_vec2::<f32>().unwrap()[0][0]
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::{Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear, linear_no_bias};
+use candle_nn::{Linear, Module, Optimizer, SGD, VarBuilder, linear, linear_no_bias};
 use core_types::Seed;
 use dist_train::{
     DataParallel, DistributedModel, Error, Keep, Loss, ModelBuilder, ParamsSgd, Sgd, TrainingError,
@@ -294,7 +294,5 @@ fn options_of_other_layouts_are_rejected() {
     assert_eq!(rejected(builder().keep(Keep::Graph)), "keep");
     assert_eq!(rejected(builder().prefetch(1)), "prefetch");
     assert_eq!(rejected(builder().optimizer_in_backward()), "optimizer_in_backward");
-    let sharded = || builder().fully_shard();
-    assert_eq!(rejected(sharded().replicated()), "replicated");
-    assert_eq!(rejected(sharded().with_variables(&VarMap::new())), "with_variables");
+    assert_eq!(rejected(builder().fully_shard().replicated()), "replicated");
 }

@@ -371,62 +371,6 @@ fn pretrained_weights_are_matched_by_name() {
     let model = builder().allow_missing(["tail"]).allow_unexpected(["head"]).build(adam).unwrap();
     assert_eq!(parameter_values(&model, "body.weight"), parameter_values(&trained, "body.weight"));
     assert_eq!(parameter_values(&model, "tail.weight").len(), 8);
-
-    let vars = candle_nn::VarMap::new();
-    DataParallel::builder(&mesh, two_layers).with_variables(&vars).build(adam).unwrap();
-    let twice = DataParallel::builder(&mesh, two_layers).with_variables(&vars).weights(&path);
-    let (option, reason) = refused_option(twice.build(adam));
-    assert!(option == "weights" && reason.contains("body.bias has a value already"), "{reason}");
-
-    // Weights may omit a variable that has a value.
-    let vars = candle_nn::VarMap::new();
-    let tail = Var::ones(2, DType::F32, &Device::Cpu).unwrap();
-    vars.data().lock().unwrap().insert("tail.bias".to_owned(), tail);
-    let filled = || builder().with_variables(&vars).allow_unexpected(["head"]);
-    let error = filled().build(adam).unwrap_err().to_string();
-    assert!(error.contains("1 of 3 parameters are missing (tail.weight)"), "{error}");
-    let model = filled().allow_missing(["tail"]).build(adam).unwrap();
-    assert_eq!(parameter_values(&model, "tail.bias"), [1.0, 1.0]);
-    assert_eq!(vars.all_vars().len(), 4);
-    let model = builder().with_variables(&vars).allow_unexpected(["head"]).build(adam);
-    assert_eq!(refused_option(model), (option, reason));
-}
-
-#[test]
-fn failed_builders_add_no_variables() {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let vars = candle_nn::VarMap::new();
-    let builder = || DataParallel::builder(&mesh, two_layers).with_variables(&vars);
-    builder().freeze(["haed"]).build(adam).unwrap_err();
-    builder().group("all", ["["]).build(adam).unwrap_err();
-    builder().allow_missing(["haed"]).build(adam).unwrap_err();
-    builder().build(|_| -> Result<AdamW> { candle_core::bail!("no optimizer") }).unwrap_err();
-    assert!(vars.all_vars().is_empty());
-    builder().build(adam).unwrap();
-    assert_eq!(vars.all_vars().len(), 4);
-}
-
-#[test]
-fn variables_with_two_names_are_rejected() {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let vars = candle_nn::VarMap::new();
-    let shared = Var::ones((4, 4), DType::F32, &Device::Cpu).unwrap();
-    let names = ["a.weight", "b.weight"].map(String::from);
-    vars.data().lock().unwrap().extend(names.map(|name| (name, shared.clone())));
-    let layers = |names: [&'static str; 2]| {
-        move |vb: VarBuilder<'_>| {
-            let [first, second] = names.map(|name| linear_no_bias(4, 4, vb.pp(name)));
-            Ok((first?, second?))
-        }
-    };
-    let builder = DataParallel::builder(&mesh, layers(["b", "a"])).with_variables(&vars);
-    let error = builder.freeze(["a"]).build(adam).unwrap_err();
-    let text = "a.weight and b.weight are the same variable; to share it, use the same name in both \
-                places of the constructor";
-    assert_eq!(error.to_string(), text);
-
-    let tied = DataParallel::builder(&mesh, layers(["a", "a"])).with_variables(&vars).build(adam);
-    assert_eq!(tied.unwrap().parameters().unwrap().len(), 1);
 }
 
 #[test]

@@ -7,17 +7,18 @@ mod batches;
 mod fully_sharded;
 mod pretrained;
 
-use std::collections::BTreeMap;
+use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{
-    BatchNorm, Linear, Module, ModuleT, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap,
-    batch_norm, linear, linear_no_bias,
+    BatchNorm, Linear, Module, ModuleT, Optimizer, ParamsAdamW, SGD, VarBuilder, batch_norm,
+    linear, linear_no_bias,
 };
 use core_types::Seed;
 use dist_train::{
-    AdamW, Checkpoint, CheckpointError, Checkpoints, DataParallel, DistributedModel, Error, Group,
-    Loss, ModelBuilder, StateDict, TrainingError, UnitRules, value_and_grad,
+    AdamW, Checkpoint, CheckpointError, Checkpoints, DataParallel, Declared, DistributedModel,
+    Error, Group, Loss, ModelBuilder, ParamsSgd, Sgd, StateDict, TrainingError, UnitRules,
+    value_and_grad,
 };
 use pmap_mesh::{DeviceMesh, P, Replica, Uneven};
 use process_tests::{Engine, assert_same, folder, mesh, threads};
@@ -71,21 +72,24 @@ type SetOption = for<'a> fn(ModelBuilder<'a, [Linear; 2]>) -> ModelBuilder<'a, [
 fn beginnings(engine: &impl Engine, ranks: usize) {
     let tested = mesh(engine, &[], None);
     let rank = tested.local_slots().start;
-    let vars = VarMap::new();
-    let start =
-        |rank: usize| Tensor::full(rank as f32 + 0.5, (2, 3), &tested.devices()[0]).unwrap();
-    let var = Var::from_tensor(&start(rank)).unwrap();
-    vars.data().lock().unwrap().insert("weight".to_owned(), var);
     let sgd = |group: Group| SGD::new(group.vars, 0.1);
-    let model = DataParallel::builder(&tested, |vb| linear_no_bias(3, 2, vb))
-        .with_variables(&vars)
-        .build(sgd)
+    // Each process has other initial values, and decays weights at another rate.
+    let first = move |_: &Declared, items: Range<usize>| {
+        Tensor::full(rank as f32 + 0.5, items.len(), &Device::Cpu)
+    };
+    let weight_decay = 0.1 * rank as f64;
+    let mut model = DataParallel::builder(&tested, |vb| linear_no_bias(3, 2, vb))
+        .init_with(first)
+        .build(|group| {
+            Sgd::new(group.vars, ParamsSgd { lr: 0.1, weight_decay, ..ParamsSgd::default() })
+        })
         .unwrap();
-    assert_same(&values(&vars), &[start(0)]);
-    model.check_in_sync().unwrap();
+    let start = Tensor::full(0.5_f32, (2, 3), &Device::Cpu).unwrap();
+    assert_same(&[model.parameter("weight").unwrap()], &[start]);
     model.state_dict().unwrap();
 
-    named(&vars)["weight"].set(&start(rank)).unwrap();
+    let x = Tensor::ones((ranks, 3), DType::F32, &Device::Cpu).unwrap();
+    model.step(x, |_, model: &Linear, x: Tensor| model.forward(&x)?.sqr()?.mean_all()).unwrap();
     let diverged = model.check_in_sync();
     let is_refused =
         matches!(diverged, Err(Error::Diverged { name, replica: 1 }) if name == "weight");
@@ -153,11 +157,9 @@ fn fail_together(mesh: &DeviceMesh) {
         }
         SGD::new(group.vars, 0.1)
     };
-    let vars = VarMap::new();
-    let by_constructor = DataParallel::builder(mesh, constructor)
-        .with_variables(&vars)
-        .build(|group| SGD::new(group.vars, 0.1));
-    let by_optimizer = DataParallel::builder(mesh, linear).with_variables(&vars).build(optimizer);
+    let by_constructor =
+        DataParallel::builder(mesh, constructor).build(|group| SGD::new(group.vars, 0.1));
+    let by_optimizer = DataParallel::builder(mesh, linear).build(optimizer);
     for error in [by_constructor.unwrap_err(), by_optimizer.unwrap_err()] {
         let is_expected = match &error {
             Error::Model { .. } => rank == last,
@@ -309,12 +311,12 @@ fn checkpoints(engine: &impl Engine, ranks: usize) {
         .unwrap();
     let folder = folder();
     let trained = |mesh: &DeviceMesh, from: Option<&Checkpoint>| {
-        let (vars, mut model) = model(mesh);
+        let mut model = model(mesh);
         if let Some(checkpoint) = from {
             model.load(checkpoint).unwrap();
         }
         train(&mut model, &x, 5);
-        (values(&vars), model.state_dict().unwrap())
+        (values(&model), model.state_dict().unwrap())
     };
     let (expected, state) = trained(&tested, None);
     let checkpoints = Checkpoints::new(folder.join("tested"));
@@ -341,7 +343,7 @@ fn checkpoints(engine: &impl Engine, ranks: usize) {
     // Each process loads the checkpoint of a different step.
     let step = 10 + tested.local_slots().start as u64;
     own.save(&threads, step, &state, &()).unwrap();
-    let (_, mut model) = model(&tested);
+    let mut model = model(&tested);
     let loaded = model.load(&own.latest().unwrap().unwrap());
     let is_refused = matches!(
         loaded,
@@ -406,7 +408,7 @@ fn damage_at_one_rank(mesh: &DeviceMesh, threads: &DeviceMesh, state: &StateDict
         *bytes.last_mut().unwrap() ^= 1;
         std::fs::write(&file, bytes).unwrap();
     }
-    let (_, mut model) = model(mesh);
+    let mut model = model(mesh);
     let error = model.load(&Checkpoint::open(newest).unwrap()).unwrap_err();
     let is_original = matches!(error, Error::Checkpoint(CheckpointError::Damaged { .. }));
     let is_reported = matches!(error, Error::OtherProcess { slot: 1, .. });
@@ -420,10 +422,10 @@ fn damage_at_one_rank(mesh: &DeviceMesh, threads: &DeviceMesh, state: &StateDict
 
 /// Returns the losses of some steps, and the trained variables.
 fn losses(mesh: &DeviceMesh, x: &Tensor) -> Vec<Tensor> {
-    let (vars, mut model) = model(mesh);
+    let mut model = model(mesh);
     let mut all = train(&mut model, x, 10);
     model.check_in_sync().unwrap();
-    all.extend(values(&vars));
+    all.extend(values(&model));
     all
 }
 
@@ -440,28 +442,20 @@ fn number(number: f64) -> Tensor {
     Tensor::new(number, &Device::Cpu).unwrap()
 }
 
-fn named(vars: &VarMap) -> BTreeMap<String, Var> {
-    vars.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), var.clone())).collect()
-}
-
-fn values(vars: &VarMap) -> Vec<Tensor> {
-    named(vars).values().map(|var| var.as_tensor().copy().unwrap()).collect()
+fn values(model: &Model) -> Vec<Tensor> {
+    model.parameters().unwrap().into_values().map(|value| value.copy().unwrap()).collect()
 }
 
 /// Builds two layers with fixed initial values.
-fn model(mesh: &DeviceMesh) -> (VarMap, Model) {
-    let vars = VarMap::new();
+fn model(mesh: &DeviceMesh) -> Model {
     let layers = |vb: VarBuilder<'_>| -> Result<Vec<Linear>> {
         Ok(vec![linear(3, 40, vb.pp("a"))?, linear(40, 1, vb.pp("b"))?])
     };
-    layers(VarBuilder::from_varmap(&vars, DType::F32, &mesh.devices()[0])).unwrap();
-    for var in named(&vars).values() {
-        let values = Tensor::arange(0_f32, var.elem_count() as f32, var.device()).unwrap();
-        var.set(&(values * 0.01).unwrap().reshape(var.shape()).unwrap()).unwrap();
-    }
-    let model = DataParallel::builder(mesh, layers)
-        .with_variables(&vars)
+    DataParallel::builder(mesh, layers)
+        .init_with(|_, items| {
+            Tensor::arange(items.start as f32, items.end as f32, &Device::Cpu)? * 0.01
+        })
         .clip_grad_norm(1.0)
-        .build(|group| AdamW::new(group.vars, ParamsAdamW::default()));
-    (vars, model.unwrap())
+        .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))
+        .unwrap()
 }

@@ -44,10 +44,8 @@ fn step_adds_only_slot_gradients() {
     let params = LAYERS * (SIZE * SIZE + SIZE) * size_of::<f32>();
     for slots in [1, 4] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
-        let mut trained = DataParallel::builder(&mesh, model)
-            .with_variables(&vars)
-            .build(|group| adam(group.vars))
-            .unwrap();
+        let mut trained =
+            DataParallel::builder(&mesh, model).build(|group| adam(group.vars)).unwrap();
         let peak = peak_of(|| {
             trained.step(x.clone(), |_, model: &Vec<Linear>, x: Tensor| loss(model, &x)).unwrap();
         });

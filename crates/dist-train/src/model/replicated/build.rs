@@ -1,16 +1,13 @@
 //! Steps of building a replicated model.
 
-use std::{
-    path::Path,
-    sync::{Arc, Mutex},
-};
+use std::sync::{Arc, Mutex};
 
-use candle_core::{DType, Result as CandleResult, Var};
-use candle_nn::{Optimizer, VarBuilder, VarMap};
+use candle_core::{DType, Device, Result as CandleResult, Var};
+use candle_nn::{Optimizer, VarBuilder};
 use pmap_mesh::DeviceMesh;
 
 use crate::{
-    error::{Result, training::TrainingError},
+    error::Result,
     grad::has_halves,
     model::{
         builder::{Group, cannot_build},
@@ -23,10 +20,7 @@ use crate::{
         settings,
         slot::{SharedSlot, Slot, SlotOptimizer, SlotVar},
     },
-    parameters::{
-        InitialValues,
-        declare::{Declared, declare},
-    },
+    parameters::declare::{Declared, declare},
     precision::{Precision, widened_dtype},
     step::{
         inventory::Inventory,
@@ -45,12 +39,11 @@ pub(crate) fn build<M, O: Optimizer>(
     model: &TypedConstructor<'_, M>,
     optimizer: &dyn Fn(Group) -> CandleResult<O>,
 ) -> Result<(Inventory, Vec<SharedSlot<O>>, Replicated<M>)> {
-    let map = config.var_map.clone().unwrap_or_else(VarMap::new);
-    let Prepared { inventory, vars, dtype } = mesh.all_ok(prepare(mesh, config, &map, model))?;
+    let Prepared { inventory, vars } = mesh.all_ok(prepare(mesh, config, model))?;
     let dtypes = vars.iter().map(|var| var.dtype());
     let is_sharded = false;
     settings::check(mesh, &settings::model_settings(&inventory, dtypes, config, is_sharded))?;
-    let sets = vars::sets(mesh, vars.clone(), config.sharing).map_err(cannot_build);
+    let sets = vars::sets(mesh, vars, config.sharing).map_err(cannot_build);
     let sets = mesh.all_ok(sets)?;
     sync::broadcast_vars(mesh, &inventory, &sets)?;
     let precision = config.precision;
@@ -69,19 +62,14 @@ pub(crate) fn build<M, O: Optimizer>(
         rounded_by_set: &rounded_by_set,
         first_set,
         precision,
-        dtype,
+        dtype: config.dtype,
         model,
         optimizer,
     };
     let duties = vars::assign_duties(&sets, &inventory, n_sets, first_set);
     let built: CandleResult<Vec<_>> = duties.iter().map(|duties| builder.build(duties)).collect();
-    // The map gets the variables only if all slots of this process are built.
-    let added = built.and_then(|built| {
-        vars::add(&map, &inventory, &vars)?;
-        Ok(built)
-    });
-    let (slots, workers) = mesh.all_ok(added.map_err(cannot_build))?.into_iter().unzip();
-    Ok((inventory, slots, Replicated { workers, n_sets, is_shared: config.var_map.is_some() }))
+    let (slots, workers) = mesh.all_ok(built.map_err(cannot_build))?.into_iter().unzip();
+    Ok((inventory, slots, Replicated { workers, n_sets }))
 }
 
 /// Inputs for building the slots of a process.
@@ -128,58 +116,32 @@ struct Prepared {
     inventory: Inventory,
     /// The variables on the first device, in the order of names.
     vars: Vec<Var>,
-    /// The storage dtype of variables, unless the constructor requests another one.
-    dtype: DType,
 }
 
 /// Prepares a process without communication or side effects.
 fn prepare<M>(
     mesh: &DeviceMesh,
     config: &ModelConfig,
-    map: &VarMap,
     model: &TypedConstructor<'_, M>,
 ) -> Result<Prepared> {
-    let home = &mesh.devices()[0];
-    let existing_dtype = vars::dtype(map, home).map_err(cannot_build)?;
-    let dtype = config.given_dtype.or(existing_dtype).unwrap_or(DType::F32);
+    let (home, dtype) = (&mesh.devices()[0], config.dtype);
     let mut declared = declare(|vb| model(vb, dtype), dtype, home).map_err(cannot_build)?;
     declared.sort_by(|left, right| left.name.cmp(&right.name));
     let inventory = config.inventory(&declared)?;
-    let vars = first_variables(mesh, config, map, &declared, &inventory.roles)?;
-    Ok(Prepared { inventory, vars, dtype })
+    let vars = first_variables(config, &declared, &inventory.roles, home)?;
+    Ok(Prepared { inventory, vars })
 }
 
-/// Returns the variables that the model declares, on the first device. Variables that the map does
-/// not have are created.
+/// Creates the variables that the model declares, on the first device.
 fn first_variables(
-    mesh: &DeviceMesh,
     config: &ModelConfig,
-    map: &VarMap,
     declared: &[Declared],
     roles: &Roles,
+    home: &Device,
 ) -> Result<Vec<Var>> {
-    let home = &mesh.devices()[0];
-    let existing: Vec<Option<Var>> = declared
-        .iter()
-        .map(|declared| vars::get(map, &declared.name))
-        .collect::<CandleResult<_>>()
-        .map_err(cannot_build)?;
-    check_distinct(declared, &existing)?;
-    let needs_value =
-        declared.iter().zip(&existing).map(|(declared, existing)| (declared, existing.is_none()));
-    let weights: Option<&Path> = config.weights_path.as_deref();
-    let initial = InitialValues::new(
-        config.initializer.clone(),
-        weights,
-        &config.role_patterns,
-        needs_value,
-    )?;
+    let initial = config.initial_values(declared)?;
     let mut vars = Vec::with_capacity(declared.len());
-    for ((declared, existing), role) in declared.iter().zip(existing).zip(&roles.by_variable) {
-        if let Some(var) = existing {
-            vars.push(var);
-            continue;
-        }
+    for (declared, role) in declared.iter().zip(&roles.by_variable) {
         // Layers write to buffers. A rounded copy would not see these writes, so a buffer is stored
         // in the compute dtype and has no rounded copy.
         let dtype = match role {
@@ -191,27 +153,6 @@ fn first_variables(
         vars.push(var.map_err(cannot_build)?);
     }
     Ok(vars)
-}
-
-/// Rejects a variable with two names, which would get its gradient under only one name.
-fn check_distinct(declared: &[Declared], existing: &[Option<Var>]) -> Result<(), TrainingError> {
-    let named: Vec<(&Declared, &Var)> = declared
-        .iter()
-        .zip(existing)
-        .filter_map(|(declared, existing)| Some((declared, existing.as_ref()?)))
-        .collect();
-    for (position, (second, var)) in named.iter().enumerate() {
-        if let Some((first, _)) = named[..position].iter().find(|(_, other)| other.id() == var.id())
-        {
-            let reason = format!(
-                "{} and {} are the same variable; to share it, use the same name in both places of \
-                 the constructor",
-                first.name, second.name
-            );
-            return Err(TrainingError::option("with_variables", reason));
-        }
-    }
-    Ok(())
 }
 
 /// Returns the worker of a slot. `vars` are the stored variables with their rounded copies, and

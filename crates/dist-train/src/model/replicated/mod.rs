@@ -16,7 +16,7 @@ use crate::{
     error::{Doing, Result},
     model::{
         pass::{BatchOutcome, ShardLossFn, ShardUse},
-        slot::{SharedSlot, SlotVar, lock},
+        slot::{SharedSlot, lock},
     },
     step::{
         inventory::Inventory,
@@ -30,8 +30,6 @@ pub(crate) struct Replicated<M> {
     workers: Vec<Mutex<Worker<M>>>,
     /// Number of sets of variables in all processes.
     n_sets: usize,
-    /// Whether the caller also has the variables of the first device.
-    is_shared: bool,
 }
 
 impl<M> Replicated<M> {
@@ -70,17 +68,8 @@ pub(crate) struct ReplicatedPass<'a, M, O> {
 }
 
 impl<'a, M, O> ReplicatedPass<'a, M, O> {
-    pub(crate) fn new(
-        layout: &'a Replicated<M>,
-        slots: &'a [SharedSlot<O>],
-        rules: Rules,
-    ) -> Result<Self> {
-        if layout.is_shared {
-            // The caller may have set the variables since the copies were rounded.
-            let result = lock(&slots[0]).vars.iter().try_for_each(SlotVar::round);
-            result.doing("rounding parameters")?;
-        }
-        Ok(Self { layout, slots, rules, gradients: OnceLock::new() })
+    pub(crate) fn new(layout: &'a Replicated<M>, slots: &'a [SharedSlot<O>], rules: Rules) -> Self {
+        Self { layout, slots, rules, gradients: OnceLock::new() }
     }
 
     /// Ends a batch: keeps the changes of a successful update or accumulation, and reverts the

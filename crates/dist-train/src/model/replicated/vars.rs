@@ -1,12 +1,10 @@
 //! The variables of a model on the devices of a mesh, and their assignment to slots for updates and
 //! checkpoints.
 
-#[expect(clippy::disallowed_types, reason = "candle stores variables in a hash map")]
-use std::collections::HashMap;
-use std::{collections::BTreeMap, sync::MutexGuard};
+use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
-use candle_nn::{Init, VarBuilder, VarMap, var_builder::SimpleBackend};
+use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 use pmap_mesh::DeviceMesh;
 
 use crate::{
@@ -43,39 +41,6 @@ pub(super) struct SlotDuties {
     /// The variables that the slot reads from checkpoints. Each set reads each variable once,
     /// except for buffers, which each slot reads.
     pub(super) loaded: Vec<usize>,
-}
-
-/// Returns the dtype of the first variable of a map in the order of names, or `None` if the map is
-/// empty. Returns an error for a variable on another device than `home`.
-pub(super) fn dtype(map: &VarMap, home: &Device) -> Result<Option<DType>> {
-    let vars = lock(map)?;
-    let elsewhere = vars.iter().filter(|(_, var)| !var.device().same_device(home));
-    if let Some((name, var)) = elsewhere.min_by_key(|(name, _)| *name) {
-        bail!("variable {name} lies on {:?}, the first slot is on {home:?}", var.device())
-    }
-    Ok(vars.iter().min_by_key(|(name, _)| *name).map(|(_, var)| var.dtype()))
-}
-
-/// Returns the variable of a map with this name, if any.
-pub(super) fn get(map: &VarMap, name: &str) -> Result<Option<Var>> {
-    Ok(lock(map)?.get(name).cloned())
-}
-
-/// Adds the variables of a model to a map, except for the variables that the map already has.
-pub(super) fn add(map: &VarMap, inventory: &Inventory, vars: &[Var]) -> Result<()> {
-    let mut existing = lock(map)?;
-    for ((name, _), var) in inventory.parameters.iter().zip(vars) {
-        existing.entry(name.clone()).or_insert_with(|| var.clone());
-    }
-    Ok(())
-}
-
-#[expect(clippy::disallowed_types, reason = "candle stores variables in a hash map")]
-fn lock(map: &VarMap) -> Result<MutexGuard<'_, HashMap<String, Var>>> {
-    match map.data().lock() {
-        Ok(vars) => Ok(vars),
-        Err(_) => bail!("the variables are locked by a thread that panicked"),
-    }
 }
 
 /// Returns the sets of variables in this process, in the order of their first slots. The first set

@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use candle_core::{DType, Result as CandleResult};
+use candle_core::Result as CandleResult;
 use candle_nn::{Optimizer, VarBuilder};
 use core_types::{Fingerprint, WorldSize};
 use fsdp_plan::{Cut, ParameterInfo, ShardingPlan};
@@ -90,7 +90,7 @@ impl Description<'_> {
         let Self { config, sharding, .. } = self;
         sharding.check_in_backward(&config.step_options)?;
         let home = &self.mesh.devices()[0];
-        let mut declared = declare(self.declare, self.dtype(), home).map_err(cannot_build)?;
+        let mut declared = declare(self.declare, config.dtype, home).map_err(cannot_build)?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
         let inventory = config.inventory(&declared)?;
         if let Some(&buffer) = inventory.roles.buffers().first() {
@@ -114,14 +114,7 @@ impl Description<'_> {
         {
             tracing::warn!("unit {unit} has over half of all parameters, and is gathered whole");
         }
-        let needs_value = declared.iter().map(|declared| (declared, true));
-        let weights = config.weights_path.as_deref();
-        let initial = InitialValues::new(
-            config.initializer.clone(),
-            weights,
-            &config.role_patterns,
-            needs_value,
-        )?;
+        let initial = config.initial_values(&declared)?;
         let fingerprints = || -> Result<Fingerprints> {
             let init = initial.init.fingerprint(&declared)?;
             Ok(Fingerprints { init, weights: initial.fingerprint(&declared)? })
@@ -172,7 +165,7 @@ impl Description<'_> {
             vars,
             units,
             inventory: Arc::new(inventory),
-            dtype: precision.compute_dtype(self.dtype()),
+            dtype: precision.compute_dtype(config.dtype),
             precision,
             accumulation: sharding.accumulation,
             updates_in_backward: sharding.updates_in_backward,
@@ -180,11 +173,6 @@ impl Description<'_> {
             orders: Mutex::default(),
             repeatable: Mutex::default(),
         })
-    }
-
-    /// Returns the dtype of parameters.
-    fn dtype(&self) -> DType {
-        self.config.given_dtype.unwrap_or(DType::F32)
     }
 
     /// Returns the plan of these parameters, after checking that it fits them.

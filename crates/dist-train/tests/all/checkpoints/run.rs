@@ -1,46 +1,37 @@
 //! A small training run to save and resume.
 
+use std::ops::Range;
+
 use candle_core::{Device, Tensor};
-use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, VarMap, linear, loss::mse};
-use dist_train::{AdamW, DataParallel, DistributedModel};
+use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, linear, loss::mse};
+use dist_train::{AdamW, DataParallel, Declared, DistributedModel};
 use pmap_mesh::{DeviceMesh, Uneven};
 
-/// A model in training, and its variables.
+/// A model in training.
 pub(crate) struct Run {
     pub(crate) mesh: DeviceMesh,
-    pub(crate) vars: VarMap,
     pub(crate) model: DistributedModel<Linear, AdamW>,
 }
 
 impl Run {
     pub(crate) fn new(mesh: DeviceMesh, share: bool) -> Self {
-        let vars = VarMap::new();
-        let start = |shape: &[usize], offset: f64| {
-            let len: usize = shape.iter().product();
-            Tensor::arange(0_f32, len as f32, &Device::Cpu)
-                .unwrap()
-                .affine(0.1, offset)
-                .unwrap()
-                .reshape(shape)
-                .unwrap()
+        let values = |declared: &Declared, items: Range<usize>| {
+            let offset = if declared.name == "weight" { -0.2 } else { 0.3 };
+            Tensor::arange(items.start as f32, items.end as f32, &Device::Cpu)?.affine(0.1, offset)
         };
-        for (name, tensor) in [("weight", start(&[2, 3], -0.2)), ("bias", start(&[2], 0.3))] {
-            let var = candle_core::Var::from_tensor(&tensor).unwrap();
-            vars.data().lock().unwrap().insert(name.to_owned(), var);
-        }
         let params = ParamsAdamW { lr: 0.05, ..ParamsAdamW::default() };
         let builder = DataParallel::builder(&mesh, |vb| linear(3, 2, vb));
-        let builder = builder.with_variables(&vars).uneven(Uneven::Balanced);
+        let builder = builder.init_with(values).uneven(Uneven::Balanced);
         let builder = if share { builder } else { builder.replicated() };
         let model = builder.build(|group| AdamW::new(group.vars, params.clone())).unwrap();
-        Self { mesh, vars, model }
+        Self { mesh, model }
     }
 
     pub(crate) fn cpu(slots: usize) -> Self {
         Self::new(DeviceMesh::cpu(slots).unwrap(), true)
     }
 
-    pub(crate) fn steps(&mut self, steps: std::ops::Range<u64>) -> f64 {
+    pub(crate) fn steps(&mut self, steps: Range<u64>) -> f64 {
         let mut loss = f64::NAN;
         for step in steps {
             let x = Tensor::arange(0_f32, 36., &Device::Cpu)
@@ -56,9 +47,7 @@ impl Run {
     }
 
     pub(crate) fn values(&self) -> Vec<f32> {
-        let vars = self.vars.data().lock().unwrap();
-        let all = ["weight", "bias"]
-            .map(|name| vars[name].flatten_all().unwrap().to_vec1::<f32>().unwrap());
-        all.concat()
+        let value = |name| self.model.parameter(name).unwrap().flatten_all().unwrap();
+        ["weight", "bias"].map(|name| value(name).to_vec1::<f32>().unwrap()).concat()
     }
 }

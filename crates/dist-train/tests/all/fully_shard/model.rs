@@ -233,6 +233,9 @@ pub(crate) fn train_plain(parts: usize, rows: usize, steps: usize) -> Trained {
 fn initial_variables() -> VarMap {
     let vars = VarMap::new();
     let mesh = DeviceMesh::cpu(1).unwrap();
-    data_parallel(&mesh).with_variables(&vars).build(adam).unwrap();
+    let model = data_parallel(&mesh).build(adam).unwrap();
+    for (name, value) in model.parameters().unwrap() {
+        vars.data().lock().unwrap().insert(name, Var::from_tensor(&value).unwrap());
+    }
     vars
 }

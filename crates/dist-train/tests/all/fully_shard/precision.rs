@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::VarMap;
 use dist_train::{AdamW, Declared, DistributedModel, Keep, ModelBuilder, Units};
 use fsdp_plan::strategy::Full;
 use pmap_mesh::DeviceMesh;
@@ -134,22 +133,6 @@ fn half_precision_gradients_are_checked() {
         let after = model.parameters().unwrap().into_values().map(|whole| bits(&whole));
         assert_eq!(after.collect::<Vec<_>>(), before);
     }
-}
-
-/// The next batch uses values that the caller set.
-#[test]
-fn rounded_copies_follow_the_callers_variables() {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let vars = VarMap::new();
-    let builder = mixed(data_parallel(&mesh)).with_variables(&vars);
-    let mut model = builder.build(adam).unwrap();
-    for var in vars.data().lock().unwrap().values() {
-        var.set(&var.zeros_like().unwrap()).unwrap();
-    }
-    let builder = mixed(data_parallel(&mesh))
-        .init_with(|declared, items| Tensor::zeros(items.len(), declared.dtype, &Device::Cpu));
-    let mut expected = builder.build(adam).unwrap();
-    assert_eq!(losses(&mut model, 0..0), losses(&mut expected, 0..0));
 }
 
 #[test]
