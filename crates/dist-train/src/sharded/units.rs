@@ -1,7 +1,7 @@
 //! The collectives of units: the parameters of a unit are gathered in one all-gather, and their
 //! gradients are reduced in one reduce-scatter.
 
-use std::collections::{BTreeMap, BTreeSet, btree_map::Entry};
+use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{DType, Tensor, Var};
 use dist_checkpoint::ParameterError;
@@ -16,16 +16,15 @@ use pmap_mesh::{
 
 use super::{ShardedVars, runs, unknown};
 use crate::{
-    error::{Error, Result},
+    error::{Doing, Error, Result},
     precision::{Precision, widened_dtype},
 };
 
 /// The collectives of a unit, from the plan's schedule.
 #[derive(Clone, Debug)]
 pub(super) struct UnitCollectives {
-    /// The names of the unit's parameters with their indices in the plan. A tied parameter has the
-    /// index of its target.
-    names: Vec<(String, usize)>,
+    /// The indices of the unit's parameters in the plan.
+    params: Vec<usize>,
     /// The sharded parameters to gather; `None` if there are none.
     gathered: Option<ParameterLayout>,
     /// The sharded parameters with gradients to reduce; `None` if there are none.
@@ -68,9 +67,6 @@ enum ReduceState {
     Started(Pending<Vec<Tensor>>),
 }
 
-/// A unit with its parameters under all of their names.
-type UnitNames<'a> = (&'a str, Vec<(String, usize)>);
-
 /// Returns the collectives of each unit, given the names of its parameters.
 pub(super) fn from_names<'a, N: Iterator<Item = &'a str>>(
     plan: &ShardingPlan,
@@ -79,39 +75,21 @@ pub(super) fn from_names<'a, N: Iterator<Item = &'a str>>(
 ) -> Result<BTreeMap<String, UnitCollectives>> {
     let mut indexed = Vec::new();
     for (unit, names) in units {
-        let names = names.map(|name| Ok((name.to_owned(), index_of(plan, name)?)));
-        indexed.push((unit.as_str(), names.collect::<Result<Vec<_>>>()?));
+        let params = names.map(|name| index_of(plan, name)).collect::<Result<BTreeSet<usize>>>()?;
+        indexed.push((unit.as_str(), params.into_iter().collect::<Vec<_>>()));
     }
-    from_schedule(plan, indexed, precision)
-}
-
-/// Returns the collectives of each unit in the plan's schedule, by name.
-fn from_schedule<'a>(
-    plan: &'a ShardingPlan,
-    units: Vec<UnitNames<'a>>,
-    precision: Precision,
-) -> Result<BTreeMap<String, UnitCollectives>> {
-    let params = units.iter().map(|(unit, names)| {
-        let params: BTreeSet<usize> = names.iter().map(|(_, param_idx)| *param_idx).collect();
-        (*unit, params.into_iter().collect())
-    });
-    let schedule = plan.schedule_of(&precision.cost_model(), params)?;
+    let schedule = plan.schedule_of(&precision.cost_model(), indexed.clone())?;
     let mut collectives = BTreeMap::new();
-    for (schedule, (unit, names)) in schedule.units.iter().zip(units) {
-        let unit_collectives = UnitCollectives::new(plan, schedule, names, precision)?;
+    for (schedule, (unit, params)) in schedule.units.iter().zip(indexed) {
+        let unit_collectives = UnitCollectives::new(plan, schedule, params, precision)?;
         collectives.insert(unit.to_owned(), unit_collectives);
     }
     Ok(collectives)
 }
 
-/// Returns the index of a parameter, or of its target if it is tied.
+/// Returns the index of a parameter.
 pub(super) fn index_of(plan: &ShardingPlan, name: &str) -> Result<usize> {
-    let find = |name: &str| plan.index_of(name).ok_or_else(|| unknown(name));
-    let param_idx = find(name)?;
-    match plan.parameters()[param_idx].info().tied_to() {
-        None => Ok(param_idx),
-        Some(target) => find(target),
-    }
+    plan.index_of(name).ok_or_else(|| unknown(name))
 }
 
 /// Returns the layout of parameters on the ranks of a shard group; `dtype` maps each parameter's
@@ -155,7 +133,7 @@ impl UnitCollectives {
     fn new(
         plan: &ShardingPlan,
         schedule: &UnitSchedule<'_>,
-        names: Vec<(String, usize)>,
+        params: Vec<usize>,
         precision: Precision,
     ) -> Result<Self> {
         let layout_of = |transfer: &Transfer, dtype: &dyn Fn(DType) -> DType| {
@@ -167,7 +145,7 @@ impl UnitCollectives {
         let reduce_scatter = schedule.reduce_scatter.as_ref();
         let all_reduce = schedule.all_reduce_copies.as_ref();
         Ok(Self {
-            names,
+            params,
             gathered: all_gather
                 .map(|transfer| layout_of(transfer, &|stored| precision.compute_dtype(stored)))
                 .transpose()?,
@@ -246,12 +224,12 @@ impl ShardedVars {
         let params = unit.gathered.as_ref().map_or(&[][..], |gathered| &gathered.params);
         let mut by_index: BTreeMap<usize, Var> = params.iter().copied().zip(gathered).collect();
         let mut by_name = BTreeMap::new();
-        for (name, param_idx) in &unit.names {
-            let var = match by_index.entry(*param_idx) {
-                Entry::Occupied(entry) => entry.get().clone(),
-                Entry::Vacant(entry) => entry.insert(self.copy(ctx, *param_idx)?).clone(),
+        for &param_idx in &unit.params {
+            let var = match by_index.remove(&param_idx) {
+                Some(var) => var,
+                None => self.copy(ctx, param_idx)?,
             };
-            by_name.insert(name.clone(), var);
+            by_name.insert(self.info(param_idx).name().to_owned(), var);
         }
         Ok(by_name)
     }
@@ -278,7 +256,7 @@ impl ShardedVars {
         let unit = self.unit(unit)?;
         let params = unit.gathered.as_ref().map_or(&[][..], |gathered| &gathered.params);
         Ok(named.keys().map(String::as_str).partition(|name| {
-            unit.names.iter().any(|(other, param)| other == name && params.contains(param))
+            self.plan.index_of(name).is_some_and(|param| params.contains(&param))
         }))
     }
 
@@ -300,9 +278,8 @@ impl ShardedVars {
     /// sums each slot's shards over the replicas. Sums are formed in rank order within a group,
     /// then in group order.
     ///
-    /// `grad` returns gradients by name. It is called for each
-    /// [trained](fsdp_plan::ParameterInfo::requires_grad) parameter of the unit, including targets
-    /// of tied names, with each of its names in this unit until one returns a gradient.
+    /// `grads` has the gradient of each [trained](fsdp_plan::ParameterInfo::requires_grad)
+    /// parameter of the unit, by name.
     ///
     /// # Errors
     ///
@@ -314,9 +291,9 @@ impl ShardedVars {
         &self,
         ctx: &Replica,
         unit: &str,
-        grad: impl FnMut(&str) -> Option<Tensor>,
+        grads: BTreeMap<String, Tensor>,
     ) -> candle_core::Result<Vec<(usize, Tensor)>> {
-        let pending = self.begin_reduce(unit, grad, |grads, layout| {
+        let pending = self.begin_reduce(unit, grads, |grads, layout| {
             Ok(ReduceState::Done(ctx.reduce_runs(grads, layout, &self.axes.shard)?))
         })?;
         self.finish_reduce_parts(ctx, pending)
@@ -328,9 +305,9 @@ impl ShardedVars {
         &self,
         ctx: &Replica,
         unit: &str,
-        grad: impl FnMut(&str) -> Option<Tensor>,
+        grads: BTreeMap<String, Tensor>,
     ) -> candle_core::Result<PendingReduce> {
-        self.begin_reduce(unit, grad, |grads, layout| {
+        self.begin_reduce(unit, grads, |grads, layout| {
             Ok(ReduceState::Started(ctx.start_reduce_runs(grads, layout, &self.axes.shard)?))
         })
     }
@@ -339,17 +316,17 @@ impl ShardedVars {
     fn begin_reduce(
         &self,
         name: &str,
-        mut grad: impl FnMut(&str) -> Option<Tensor>,
+        mut grads: BTreeMap<String, Tensor>,
         reduce: impl FnOnce(Vec<Tensor>, &RunLayout) -> candle_core::Result<ReduceState>,
     ) -> candle_core::Result<PendingReduce> {
         let unit = self.unit(name)?;
         let shard_sums = match &unit.reduced {
             Some(ParameterLayout { params, layout }) => {
-                Some(reduce(self.grads(&unit.names, params, &mut grad)?, layout)?)
+                Some(reduce(self.take_grads(params, &mut grads)?, layout)?)
             }
             None => None,
         };
-        let copies = self.grads(&unit.names, &unit.copies, &mut grad)?;
+        let copies = self.take_grads(&unit.copies, &mut grads)?;
         Ok(PendingReduce { unit: name.to_owned(), shard_sums, copies })
     }
 
@@ -444,28 +421,28 @@ impl ShardedVars {
         Ok(runs)
     }
 
-    /// Returns the gradients of some parameters, each found under one of its names.
-    fn grads(
+    /// Takes the gradients of some parameters, in their reduce dtype.
+    fn take_grads(
         &self,
-        names: &[(String, usize)],
         params: &[usize],
-        grad: &mut impl FnMut(&str) -> Option<Tensor>,
-    ) -> candle_core::Result<Vec<Tensor>> {
-        let mut grads = Vec::with_capacity(params.len());
+        grads: &mut BTreeMap<String, Tensor>,
+    ) -> Result<Vec<Tensor>> {
+        let mut taken = Vec::with_capacity(params.len());
         for &param_idx in params {
             let info = self.info(param_idx);
-            let mut names = names.iter().filter(|(_, named)| *named == param_idx);
-            let found = names.find_map(|(name, _)| grad(name)).ok_or_else(|| {
-                Error::Parameter(ParameterError::Missing { name: info.name().to_owned() })
-            })?;
+            let name = || info.name().to_owned();
+            let grad = grads
+                .remove(info.name())
+                .ok_or_else(|| ParameterError::Missing { name: name() })?;
             let expected = runs::shape(info);
-            if found.dims() != expected {
-                let (name, found) = (info.name().to_owned(), found.dims().to_vec());
-                return Err(Error::from(ParameterError::Shape { name, found, expected }).into());
+            if grad.dims() != expected {
+                let found = grad.dims().to_vec();
+                return Err(ParameterError::Shape { name: name(), found, expected }.into());
             }
-            grads.push(found.to_dtype(self.precision.reduce_dtype(self.dtype(param_idx)?))?);
+            let dtype = self.precision.reduce_dtype(self.dtype(param_idx)?);
+            taken.push(grad.to_dtype(dtype).doing("converting a gradient")?);
         }
-        Ok(grads)
+        Ok(taken)
     }
 }
 

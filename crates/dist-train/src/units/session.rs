@@ -426,12 +426,12 @@ impl Session {
         self.backward().unreduced = unreduced;
         let vars = &self.model().vars;
         if !self.prefetcher().is_on() {
-            let sums = vars.reduce_parts(&self.ctx, unit, |name| all.remove(name))?;
+            let sums = vars.reduce_parts(&self.ctx, unit, all)?;
             return self.apply_sums(unit, sums);
         }
         // Only one reduction is in flight, so that only one unit's gradients wait in memory.
         self.finish_reducing()?;
-        let in_flight = vars.start_reduce_parts(&self.ctx, unit, |name| all.remove(name))?;
+        let in_flight = vars.start_reduce_parts(&self.ctx, unit, all)?;
         self.backward().in_flight = Some(in_flight);
         Ok(())
     }
