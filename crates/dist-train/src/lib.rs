@@ -37,10 +37,7 @@ pub use dist_checkpoint::{
 
 pub use crate::{
     batch_norm::SyncBatchNorm,
-    error::{
-        Error, Result, gradient::GradientError, lora::LoraError, sharding::ShardingError,
-        training::TrainingError,
-    },
+    error::{Error, Result, gradient::GradientError, training::TrainingError},
     grad::{ValueAndGrad, value_and_grad},
     gradient_report::{GradientReport, PrefixCheck, Verdict},
     lora::{Lora, save::PretrainedFiles},

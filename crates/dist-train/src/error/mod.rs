@@ -1,13 +1,11 @@
 //! Errors of training: mesh, plan, parameters, shards, checkpoints, candle.
 
 pub(crate) mod gradient;
-pub(crate) mod lora;
 mod setting;
-pub(crate) mod sharding;
 pub(crate) mod training;
 
 use std::{
-    io,
+    fmt, io,
     path::{Path, PathBuf},
 };
 
@@ -15,9 +13,7 @@ use core_types::human::Printable;
 use dist_checkpoint::{Error as CheckpointError, ParameterError};
 use pmap_mesh::{ProcessError, one_line};
 
-use self::{
-    gradient::GradientError, lora::LoraError, sharding::ShardingError, training::TrainingError,
-};
+use self::{gradient::GradientError, training::TrainingError};
 
 /// The result of an operation of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -41,9 +37,12 @@ pub enum Error {
     /// A parameter is missing or does not match.
     #[error(transparent)]
     Parameter(#[from] ParameterError),
-    /// A plan does not fit this mesh.
-    #[error(transparent)]
-    Sharding(#[from] ShardingError),
+    /// Units, buffers or a plan do not fit the model or the mesh.
+    #[error("{reason}")]
+    Sharding {
+        /// The message, with the parameter, unit or plan.
+        reason: String,
+    },
     /// Reading or writing a checkpoint failed.
     #[error(transparent)]
     Checkpoint(CheckpointError),
@@ -53,9 +52,13 @@ pub enum Error {
     /// A gradient check failed.
     #[error(transparent)]
     Gradient(#[from] GradientError),
-    /// Adapters do not fit the model or the folder.
-    #[error(transparent)]
-    Lora(#[from] LoraError),
+    /// Adapters do not fit the model, or their folder defines another function than
+    /// `B · A · alpha / rank`.
+    #[error("{reason}")]
+    Lora {
+        /// The message, with the layer, or the file and its field.
+        reason: String,
+    },
     /// A setting of an optimizer, a clip or a check has an invalid value.
     #[error("{name} is {value}, it must be {expected}")]
     Setting {
@@ -126,6 +129,22 @@ pub enum Error {
         /// variable or shard.
         replica: usize,
     },
+}
+
+impl Error {
+    pub(crate) fn sharding(reason: impl Into<String>) -> Self {
+        Self::Sharding { reason: reason.into() }
+    }
+
+    pub(crate) fn lora(reason: impl Into<String>) -> Self {
+        Self::Lora { reason: reason.into() }
+    }
+
+    /// Returns the error of a plan that differs from the mesh in its ranks or replicas, or from
+    /// the model in its parameters or units.
+    pub(crate) fn plan_mismatch(reason: impl fmt::Display) -> Self {
+        Self::sharding(format!("the plan does not fit: {reason}"))
+    }
 }
 
 impl From<pmap_mesh::Error> for Error {

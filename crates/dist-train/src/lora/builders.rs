@@ -11,7 +11,7 @@ use core_types::human::Printable;
 use fused_ops::layers::Linear;
 
 use crate::{
-    error::lora::LoraError,
+    error::Error,
     lora::{
         Lora,
         matrices::{WEIGHT, adapter_dtype, add_adapter, declare_matrices, layer_of, matrix_names},
@@ -67,7 +67,7 @@ impl<'a> AdapterDeclarer<'a> {
                 Printable(&name),
                 shape.dims()
             );
-            return Err(LoraError::layer(reason).into());
+            return Err(Error::lora(reason).into());
         };
         if adapter_dtype(dtype) != dtype {
             let reason = format!(
@@ -76,7 +76,7 @@ impl<'a> AdapterDeclarer<'a> {
                 Printable(&self.full_name(layer)),
                 dtype.as_str()
             );
-            return Err(LoraError::layer(reason).into());
+            return Err(Error::lora(reason).into());
         }
         for matrix in declare_matrices(layer, self.lora.config.rank, [n_out, n_in], dtype) {
             let Declared { name, shape, init, .. } = &matrix;

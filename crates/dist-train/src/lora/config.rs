@@ -3,11 +3,12 @@
 use std::{collections::BTreeSet, fs, path::Path, sync::Arc};
 
 use core_types::human::Printable;
+use dist_checkpoint::support::Listed;
 use fsdp_plan::ParameterInfo;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    error::{AtPath, Result, lora::LoraError},
+    error::{AtPath, Error, Result},
     lora::matrices::adapted_by,
 };
 
@@ -56,21 +57,20 @@ impl AdapterConfig {
     ///
     /// # Errors
     ///
-    /// Returns [`CheckpointError::Io`](crate::CheckpointError::Io) or [`LoraError::Config`].
+    /// Returns [`CheckpointError::Io`](crate::CheckpointError::Io) or [`Error::Lora`].
     pub(crate) fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(CONFIG);
         let text = fs::read_to_string(&path).at(&path)?;
-        let config_error = |field: &str, found: &str, expected| LoraError::Config {
-            path: path.clone(),
-            field: field.to_owned(),
-            found: found.to_owned(),
-            expected,
+        let config_error = |field: &str, found: &str, expected: &str| {
+            let (path, field, found) =
+                (Printable(path.display()), Printable(field), Printable(found));
+            Error::lora(format!("{path}: {field} is {found}, {expected} was expected"))
         };
         let fields: Map<String, Value> = serde_json::from_str(&text)
             .map_err(|error| config_error("the file", &error.to_string(), "a JSON object"))?;
         Self::from_fields(&fields).map_err(|UnsupportedField { field, expected }| {
             let found = fields.get(field).unwrap_or(&Value::Null);
-            config_error(field, &found.to_string(), expected).into()
+            config_error(field, &found.to_string(), expected)
         })
     }
 
@@ -123,20 +123,23 @@ impl AdapterConfig {
     ///
     /// # Errors
     ///
-    /// Returns [`LoraError::Unmatched`] otherwise.
-    pub(crate) fn check_all_matched(&self, matched: &BTreeSet<String>) -> Result<(), LoraError> {
+    /// Returns [`Error::Lora`] otherwise.
+    pub(crate) fn check_all_matched(&self, matched: &BTreeSet<String>) -> Result<()> {
         let unmatched: Vec<String> =
             self.targets.iter().filter(|target| !matched.contains(*target)).cloned().collect();
-        if unmatched.is_empty() { Ok(()) } else { Err(LoraError::Unmatched { targets: unmatched }) }
+        if unmatched.is_empty() {
+            return Ok(());
+        }
+        Err(Error::lora(format!("no linear layer of the model is named {}", Listed(&unmatched))))
     }
 
     /// Checks that the matrices of a model all belong to these adapters.
     ///
     /// # Errors
     ///
-    /// Returns [`LoraError::Layer`] or [`LoraError::Unmatched`] otherwise.
+    /// Returns [`Error::Lora`] otherwise.
     #[expect(clippy::expect_used, reason = "the callers pass adapter matrices only")]
-    pub(crate) fn check_matrices(&self, matrices: &[&ParameterInfo]) -> Result<(), LoraError> {
+    pub(crate) fn check_matrices(&self, matrices: &[&ParameterInfo]) -> Result<()> {
         let mut matched = BTreeSet::new();
         for matrix in matrices {
             let (layer, rank_dim) =
@@ -144,10 +147,10 @@ impl AdapterConfig {
             let targets = self.targets_of(layer);
             if targets.is_empty() {
                 let reason = format!("{} has an adapter, and no target names it", Printable(layer));
-                return Err(LoraError::layer(reason));
+                return Err(Error::lora(reason));
             }
             if matrix.shape().get(rank_dim) != Some(&(self.rank as u64)) {
-                return Err(LoraError::layer(format!(
+                return Err(Error::lora(format!(
                     "{} has the shape {:?}, which does not fit adapters of LoRA rank {}",
                     Printable(matrix.name()),
                     matrix.shape(),

@@ -20,7 +20,7 @@ use self::{
     matrices::{FILE, FILE_PREFIX, add_adapter},
 };
 use crate::{
-    error::{Error, Result, lora::LoraError},
+    error::{Error, Result},
     lora::save::{PretrainedFiles, SavedContent},
     parameters::declare::Declared,
 };
@@ -105,7 +105,7 @@ impl Lora {
     /// # Errors
     ///
     /// Returns [`Error::Setting`] if the rank is 0 or `alpha` is not a positive number, and
-    /// [`LoraError::Unmatched`] without targets.
+    /// [`Error::Lora`] without targets.
     pub fn new<S: Into<String>>(
         targets: impl IntoIterator<Item = S>,
         rank: usize,
@@ -115,7 +115,7 @@ impl Lora {
         Error::check_positive("the alpha of adapters", alpha)?;
         let targets: Arc<[String]> = targets.into_iter().map(Into::into).collect();
         if targets.is_empty() {
-            return Err(LoraError::Unmatched { targets: Vec::new() }.into());
+            return Err(Error::lora("adapters need at least one target"));
         }
         Ok(Self { config: AdapterConfig { targets, rank, alpha }, base_dtype: None, saved: None })
     }
@@ -128,7 +128,7 @@ impl Lora {
     ///
     /// # Errors
     ///
-    /// Returns [`Error::Checkpoint`] if a file cannot be read, [`LoraError::Config`] if the
+    /// Returns [`Error::Checkpoint`] if a file cannot be read, [`Error::Lora`] if the
     /// adapters are of another kind (`DoRA`, biases, ranks by pattern) or belong to base weights
     /// changed at initialization (`PiSSA`, `OLoRA`), and the errors of [`new`](Self::new).
     pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
@@ -191,7 +191,7 @@ impl Lora {
     /// # Errors
     ///
     /// The returned function returns the errors of `build`, and, wrapped in candle's error,
-    /// [`LoraError::Unmatched`], and [`LoraError::Layer`] for a weight that is not a matrix or has
+    /// [`Error::Lora`] for a target that names no layer, and for a weight that is not a matrix or has
     /// half precision. For [opened](Self::open) adapters that do not match the model it
     /// also returns [`ParameterError::Weights`] and [`ParameterError::Shape`].
     pub fn adapt<M>(

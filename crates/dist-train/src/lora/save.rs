@@ -11,7 +11,7 @@ use fsdp_plan::ParameterInfo;
 use pmap_mesh::DeviceMesh;
 
 use crate::{
-    error::{Doing, Result, lora::LoraError},
+    error::{Doing, Error, Result},
     lora::{
         config::{AdapterConfig, CONFIG},
         matrices::{self, FILE, FILE_PREFIX},
@@ -110,8 +110,7 @@ impl PretrainedFiles {
 /// # Errors
 ///
 /// Returns an error on all processes if one fails: the errors of `whole` and of
-/// [`ModelFolder::write`], and for adapters [`LoraError::Layer`] and the errors of
-/// [`AdapterConfig::check_matrices`].
+/// [`ModelFolder::write`], and for adapters [`Error::Lora`].
 pub(crate) fn save(
     mesh: &DeviceMesh,
     folder: &Path,
@@ -175,12 +174,12 @@ fn infos(parameters: &[&ParameterInfo], dtype: Option<DType>) -> Result<Vec<Tens
 fn with_adapters<'a>(
     parameters: &'a [ParameterInfo],
     config: &AdapterConfig,
-) -> Result<(Vec<&'a ParameterInfo>, Vec<&'a ParameterInfo>), LoraError> {
+) -> Result<(Vec<&'a ParameterInfo>, Vec<&'a ParameterInfo>)> {
     let (adapters, others): (Vec<_>, Vec<_>) =
         parameters.iter().partition(|info| matrices::is_matrix(info.name()));
     if adapters.is_empty() {
         let reason = format!("none of the {} parameters belongs to an adapter", parameters.len());
-        return Err(LoraError::layer(reason));
+        return Err(Error::lora(reason));
     }
     config.check_matrices(&adapters)?;
     Ok((adapters, others))

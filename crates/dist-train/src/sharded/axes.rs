@@ -3,7 +3,7 @@
 use fsdp_plan::ShardingPlan;
 use pmap_mesh::{ALL, DeviceMesh, MeshAxes};
 
-use crate::error::sharding::ShardingError;
+use crate::error::{Error, Result};
 
 /// The mesh axes of a plan.
 #[derive(Clone, Debug)]
@@ -15,11 +15,12 @@ pub(super) struct PlanAxes {
 }
 
 /// Returns the mesh axes of a plan, which must have one rank per slot of the mesh.
-pub(super) fn for_plan(mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<PlanAxes, ShardingError> {
+pub(super) fn for_plan(mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<PlanAxes> {
     let ranks = plan.world_size().as_u64();
     if ranks != mesh.len() as u64 {
-        let reason = format!("it is for {ranks} ranks, but the mesh has {} slots", mesh.len());
-        return Err(ShardingError::PlanMismatch { reason });
+        let slots = mesh.len();
+        let reason = format_args!("it is for {ranks} ranks, but the mesh has {slots} slots");
+        return Err(Error::plan_mismatch(reason));
     }
     if plan.replicas() == 1 {
         return Ok(PlanAxes { shard: ALL, replica: None });
@@ -31,12 +32,9 @@ pub(super) fn for_plan(mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<PlanAxe
             let names = replicas.iter().map(|(name, _)| (*name).to_owned());
             Ok(PlanAxes { shard: shard.into(), replica: Some(names.collect()) })
         }
-        _ => {
-            let reason = format!(
-                "{} replicas of {group} ranks need a mesh of several axes, the last of size {group}",
-                plan.replicas()
-            );
-            Err(ShardingError::PlanMismatch { reason })
-        }
+        _ => Err(Error::plan_mismatch(format_args!(
+            "{} replicas of {group} ranks need a mesh of several axes, the last of size {group}",
+            plan.replicas()
+        ))),
     }
 }

@@ -55,7 +55,7 @@ impl ShardedVars {
     ///
     /// # Errors
     ///
-    /// Returns [`ShardingError::PlanMismatch`] if the plan's ranks or replicas do not fit the mesh,
+    /// Returns [`Error::Sharding`] if the plan's ranks or replicas do not fit the mesh,
     /// the errors of `source`, and [`Error::Tensor`] if candle fails.
     pub(crate) fn new<'a, N: Iterator<Item = &'a str>>(
         mesh: &DeviceMesh,

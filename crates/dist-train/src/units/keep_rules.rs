@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use fsdp_plan::Pattern;
 
-use crate::error::{Result, sharding::ShardingError};
+use crate::error::{Error, Result};
 
 /// The data that a unit of a [sharded](crate::FullyShard) model keeps between the forward and the
 /// backward pass.
@@ -58,8 +58,8 @@ impl KeepRules {
     ///
     /// # Errors
     ///
-    /// Returns [`Error::Plan`](crate::Error::Plan) for an invalid pattern, and
-    /// [`ShardingError::UnitRule`] for a pattern that matches no unit.
+    /// Returns [`Error::Plan`] for an invalid pattern, and [`Error::Sharding`] for a pattern that
+    /// matches no unit.
     pub(crate) fn unit_keeps(&self, units: &[&str]) -> Result<BTreeMap<String, Keep>> {
         let default = self.default.unwrap_or_default();
         let mut keeps: BTreeMap<String, Keep> =
@@ -74,10 +74,9 @@ impl KeepRules {
                 }
             }
             if !is_used {
-                let reason = format!(
+                return Err(Error::sharding(format!(
                     "the pattern {text:?} of `keep_unit` matches none of the model's units"
-                );
-                return Err(ShardingError::UnitRule { reason }.into());
+                )));
             }
         }
         Ok(keeps)
@@ -87,7 +86,6 @@ impl KeepRules {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Error;
 
     #[test]
     fn last_matching_pattern_wins() {
@@ -99,10 +97,7 @@ mod tests {
         assert_eq!(found, [Keep::Inputs, Keep::Gathered, Keep::Inputs]);
         rules.add("head".to_owned(), Keep::Inputs);
         let refused = rules.unit_keeps(&["embed", "h.0", "h.1"]);
-        let is_refused = matches!(
-            refused,
-            Err(Error::Sharding(ShardingError::UnitRule { reason })) if reason.contains("\"head\"")
-        );
-        assert!(is_refused);
+        let error = refused.unwrap_err().to_string();
+        assert!(error.contains("the pattern \"head\" of `keep_unit`"), "{error}");
     }
 }

@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 
+use dist_checkpoint::support::Listed;
 use fsdp_plan::ParameterInfo;
 
-use crate::error::sharding::ShardingError;
+use crate::error::{Error, Result};
 
 /// Rules that assign a model's parameters to [units](crate::Units::unit).
 ///
@@ -63,12 +64,8 @@ impl UnitRules {
     ///
     /// # Errors
     ///
-    /// Returns [`ShardingError::UnitRule`], and [`ShardingError::NoUnit`] if a parameter is in no
-    /// unit.
-    pub(crate) fn units(
-        &self,
-        parameters: &[ParameterInfo],
-    ) -> Result<Vec<(String, Vec<Member>)>, ShardingError> {
+    /// Returns [`Error::Sharding`] for an invalid rule, and if a parameter is in no unit.
+    pub(crate) fn units(&self, parameters: &[ParameterInfo]) -> Result<Vec<(String, Vec<Member>)>> {
         self.check(parameters)?;
         let mut order: Vec<&str> = Vec::new();
         let mut names: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
@@ -87,7 +84,12 @@ impl UnitRules {
             }
         }
         if !unassigned.is_empty() {
-            return Err(ShardingError::NoUnit { parameters: unassigned });
+            return Err(Error::sharding(format!(
+                "{} parameters are in no unit: {}. Numbered blocks are units automatically; assign \
+                 others with `unit(name, prefixes)`",
+                unassigned.len(),
+                Listed(&unassigned)
+            )));
         }
         Ok(order
             .into_iter()
@@ -126,22 +128,20 @@ impl UnitRules {
         unit_members(unit, &unit_names)
     }
 
-    fn check(&self, parameters: &[ParameterInfo]) -> Result<(), ShardingError> {
+    fn check(&self, parameters: &[ParameterInfo]) -> Result<()> {
         for (position, (unit, prefixes)) in self.named.iter().enumerate() {
             if self.named[..position].iter().any(|(other, _)| other == unit) {
-                let reason = format!(
+                return Err(Error::sharding(format!(
                     "there are two units named {unit:?}: name all prefixes of a unit at once"
-                );
-                return Err(ShardingError::UnitRule { reason });
+                )));
             }
             let unmatched = prefixes.iter().find(|prefix| {
                 !parameters.iter().any(|parameter| inner_name(parameter.name(), prefix).is_some())
             });
             if let Some(prefix) = unmatched {
-                let reason = format!(
+                return Err(Error::sharding(format!(
                     "the prefix {prefix:?} of unit {unit:?} matches none of the model's parameters"
-                );
-                return Err(ShardingError::UnitRule { reason });
+                )));
             }
         }
         Ok(())
@@ -186,7 +186,7 @@ mod tests {
     }
 
     /// Returns the units with their members, as `name=inner name`.
-    fn units(rules: &UnitRules, names: &[&str]) -> Result<Vec<String>, ShardingError> {
+    fn units(rules: &UnitRules, names: &[&str]) -> Result<Vec<String>> {
         let mut texts = Vec::new();
         for (unit, members) in rules.units(&infos(names))? {
             let members: Vec<String> = members
@@ -241,19 +241,15 @@ mod tests {
 
     #[test]
     fn invalid_rules_are_rejected() {
-        let reject = |rules: UnitRules| units(&rules, &NAMES).unwrap_err();
-        let parameters = ["tokens.weight", "norm.weight", "head.weight"].map(str::to_owned);
-        assert_eq!(
-            reject(UnitRules::new()),
-            ShardingError::NoUnit { parameters: parameters.to_vec() }
-        );
         let unmatched = UnitRules::new().unit("e", ["token"]);
         let twice = UnitRules::new().unit("e", ["tokens"]).unit("e", ["head"]);
-        for (rules, expected) in
-            [(unmatched, "prefix \"token\" of unit \"e\""), (twice, "two units")]
-        {
-            let ShardingError::UnitRule { reason } = reject(rules) else { panic!("{expected}") };
-            assert!(reason.contains(expected), "{reason}");
+        for (rules, expected) in [
+            (UnitRules::new(), "3 parameters are in no unit: tokens.weight, norm.weight, head."),
+            (unmatched, "prefix \"token\" of unit \"e\""),
+            (twice, "two units"),
+        ] {
+            let error = units(&rules, &NAMES).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
         }
     }
 }

@@ -13,7 +13,7 @@ use fsdp_plan::{Cut, ParameterInfo, ShardingPlan};
 use pmap_mesh::DeviceMesh;
 
 use crate::{
-    error::{Doing, Result, sharding::ShardingError},
+    error::{Doing, Error, Result},
     model::{
         builder::{Group, cannot_build},
         config::{ModelConfig, PlanSource, ShardingConfig},
@@ -94,7 +94,10 @@ impl Description<'_> {
         declared.sort_by(|left, right| left.name.cmp(&right.name));
         let inventory = config.inventory(&declared)?;
         if let Some(&buffer) = inventory.roles.buffers().first() {
-            return Err(ShardingError::Buffer { name: inventory.name(buffer).to_owned() }.into());
+            return Err(Error::sharding(format!(
+                "{} is a buffer, and a sharded model cannot have buffers: use a layer without one",
+                inventory.name(buffer)
+            )));
         }
         let infos = declared_infos(&declared, &inventory.roles)?;
         let units = self.rules.units(&infos)?;
@@ -254,40 +257,32 @@ fn unit_over_half(plan: &ShardingPlan) -> Option<&str> {
 }
 
 /// Rejects a plan with different parameters or units.
-fn check_fits(plan: &ShardingPlan, infos: &[ParameterInfo]) -> Result<(), ShardingError> {
-    let other = |reason: String| Err(ShardingError::PlanMismatch { reason });
+fn check_fits(plan: &ShardingPlan, infos: &[ParameterInfo]) -> Result<()> {
     for info in infos {
-        let Some(position) = plan.index_of(info.name()) else {
-            return other(format!("it has no parameter {}", info.name()));
+        let name = info.name();
+        let Some(position) = plan.index_of(name) else {
+            return Err(Error::plan_mismatch(format_args!("it has no parameter {name}")));
         };
         let planned = plan.parameters()[position].info();
-        let differs = |what: &str, planned: &dyn fmt::Debug, expected: &dyn fmt::Debug| {
-            other(format!("{what} of {} is {planned:?}, not {expected:?}", info.name()))
-        };
-        if planned.shape() != info.shape() {
-            return differs("the shape", &planned.shape(), &info.shape());
-        }
-        if planned.dtype() != info.dtype() {
-            return differs("the type", &planned.dtype(), &info.dtype());
-        }
-        if planned.unit() != info.unit() {
-            return differs("the unit", &planned.unit(), &info.unit());
-        }
-        if planned.requires_grad() != info.requires_grad() {
-            return differs(
-                "whether a gradient is required",
-                &planned.requires_grad(),
-                &info.requires_grad(),
-            );
-        }
-        if planned.tied_to().is_some() {
-            return other(format!("{} is tied to another parameter", info.name()));
+        let facts: [(&str, &dyn fmt::Debug, &dyn fmt::Debug); 5] = [
+            ("the shape", &planned.shape(), &info.shape()),
+            ("the type", &planned.dtype(), &info.dtype()),
+            ("the unit", &planned.unit(), &info.unit()),
+            ("whether a gradient is required", &planned.requires_grad(), &info.requires_grad()),
+            ("the parameter tied to it", &planned.tied_to(), &info.tied_to()),
+        ];
+        for (fact, planned, expected) in facts {
+            let [planned, expected] = [planned, expected].map(|value| format!("{value:?}"));
+            if planned != expected {
+                let reason = format_args!("{fact} of {name} is {planned}, not {expected}");
+                return Err(Error::plan_mismatch(reason));
+            }
         }
     }
-    if plan.parameters().len() > infos.len() {
-        let reason =
-            format!("it has {} parameters, the model {}", plan.parameters().len(), infos.len());
-        return other(reason);
+    let (found, expected) = (plan.parameters().len(), infos.len());
+    if found > expected {
+        let reason = format_args!("it has {found} parameters, the model {expected}");
+        return Err(Error::plan_mismatch(reason));
     }
     Ok(())
 }

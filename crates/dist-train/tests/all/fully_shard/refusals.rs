@@ -5,17 +5,22 @@ use candle_nn::{
     Module, RmsNorm, VarBuilder, batch_norm, linear, linear_no_bias, ops::dropout, rms_norm,
 };
 use core_types::Seed;
-use dist_train::{DistributedModel, Error, FullyShard, Keep, ShardingError, TrainingError, Units};
+use dist_train::{AdamW, DistributedModel, Error, FullyShard, Keep, TrainingError, Units};
 use fsdp_plan::strategy::{Choice, Full, Hybrid, Layout, ShardingStrategy};
 use pmap_mesh::{CollectiveError, DeviceMesh, Replica};
 
 use super::model::{KEEPS, adam, sharded};
 use crate::support::{LAYOUTS, input, layers, refused, replicated, saved};
 
-fn cannot_build(build: impl Fn(VarBuilder<'_>) -> Result<()>) -> ShardingError {
+fn cannot_build(build: impl Fn(VarBuilder<'_>) -> Result<()>) -> String {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    match FullyShard::builder(&mesh, build).build(adam) {
-        Err(Error::Sharding(error)) => error,
+    sharding_error(FullyShard::builder(&mesh, build).build(adam))
+}
+
+/// Returns the message of a rejected model.
+fn sharding_error(built: dist_train::Result<DistributedModel<Units, AdamW>>) -> String {
+    match built {
+        Err(Error::Sharding { reason }) => reason,
         other => panic!("{other:?}"),
     }
 }
@@ -26,33 +31,26 @@ fn unassigned_parameters_are_rejected() {
         linear(3, 3, vb.pp("blocks.0"))?;
         linear(3, 1, vb.pp("head")).map(drop)
     });
-    let parameters = ["head.bias", "head.weight"].map(str::to_owned).to_vec();
-    assert_eq!(homeless, ShardingError::NoUnit { parameters });
+    assert!(homeless.starts_with("2 parameters are in no unit: head.bias, head."), "{homeless}");
     let buffer = cannot_build(|vb| batch_norm(3, 1e-5, vb.pp("blocks.0")).map(drop));
-    assert_eq!(buffer, ShardingError::Buffer { name: "blocks.0.running_mean".to_owned() });
+    assert!(buffer.starts_with("blocks.0.running_mean is a buffer"), "{buffer}");
 }
 
 #[test]
 fn unfit_plans_are_rejected() {
     let two = DeviceMesh::cpu(2).unwrap();
     let plan = sharded(&two).build(adam).unwrap().plan().unwrap().clone();
-    let with = |mesh: &DeviceMesh| match sharded(mesh).plan(plan.clone()).build(adam) {
-        Ok(model) => Ok(model.plan().unwrap().clone()),
-        Err(Error::Sharding(error)) => Err(error),
-        other => panic!("{other:?}"),
-    };
-    assert_eq!(with(&two).unwrap(), plan);
-    let three = with(&DeviceMesh::cpu(3).unwrap());
-    let reason = "it is for 2 ranks, but the mesh has 3 slots".to_owned();
-    assert_eq!(three.unwrap_err(), ShardingError::PlanMismatch { reason });
+    let with = |mesh: &DeviceMesh| sharded(mesh).plan(plan.clone()).build(adam);
+    assert_eq!(with(&two).unwrap().plan().unwrap(), &plan);
+    let three = sharding_error(with(&DeviceMesh::cpu(3).unwrap()));
+    assert_eq!(three, "the plan does not fit: it is for 2 ranks, but the mesh has 3 slots");
     let whole = FullyShard::builder(&two, layers::<2>).plan(plan.clone()).build(adam);
-    let Err(Error::Sharding(ShardingError::PlanMismatch { reason })) = whole else { panic!() };
-    assert_eq!(reason, "it has no parameter 0.bias");
+    assert_eq!(sharding_error(whole), "the plan does not fit: it has no parameter 0.bias");
     let infos: Vec<_> = plan.parameters().iter().map(|planned| planned.info().clone()).collect();
     let frozen: Vec<_> = infos.iter().map(|info| info.clone().with_requires_grad(false)).collect();
     let frozen = Full::new(Layout::Dim0).plan(&frozen, plan.world_size()).unwrap();
-    let other = sharded(&two).plan(frozen).build(adam);
-    assert!(matches!(other, Err(Error::Sharding(ShardingError::PlanMismatch { .. }))));
+    let other = sharding_error(sharded(&two).plan(frozen).build(adam));
+    assert!(other.contains("whether a gradient is required of"), "{other}");
 }
 
 #[test]
