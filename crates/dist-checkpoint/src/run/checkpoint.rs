@@ -94,7 +94,7 @@ impl Checkpoint {
     /// [`Checkpoints::run`].
     ///
     /// [`Checkpoints::run`]: crate::Checkpoints::run
-    pub fn run(&self) -> Option<&str> {
+    pub(super) fn run(&self) -> Option<&str> {
         self.index.run.as_deref()
     }
 
@@ -126,7 +126,7 @@ impl Checkpoint {
     }
 
     /// Returns the names of the model's parameters.
-    pub fn parameters(&self) -> impl Iterator<Item = &str> {
+    fn parameters(&self) -> impl Iterator<Item = &str> {
         self.index.parameters.keys().map(String::as_str)
     }
 

@@ -443,12 +443,6 @@ impl<M, O> DistributedModel<M, O> {
         })
     }
 
-    /// Returns the units of a sharded model in the order of names; empty for a replicated model.
-    pub fn units(&self) -> impl Iterator<Item = &str> {
-        let units = self.layout.sharded().into_iter().flat_map(|model| model.units.keys());
-        units.map(String::as_str)
-    }
-
     /// Returns an error if a failed step or load left the model partially updated.
     fn check_not_half_updated(&self) -> Result<(), TrainingError> {
         let is_half_updated = self.slots.iter().any(|slot| lock(slot).is_half_updated);
