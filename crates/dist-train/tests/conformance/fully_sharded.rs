@@ -4,8 +4,8 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, embedding, linear, linear_no_bias};
 use core_types::{Placement, Seed};
 use dist_train::{
-    Accumulation, AdamW, Checkpoints, DataParallel, DistributedModel, Error, FullyShard, Group,
-    Keep, TrainingError, UnitRules, Units,
+    AdamW, Checkpoints, DataParallel, DistributedModel, Error, FullyShard, Group, Keep,
+    TrainingError, UnitRules, Units,
 };
 use fsdp_plan::{
     cost::{CostModel, Runtime},
@@ -98,7 +98,6 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
     let in_halves = mixed(&threads, false);
     assert_same(&mixed(&tested, false), &in_halves);
     assert_same(&mixed(&tested, true), &in_halves);
-    accumulated(&tested, &threads);
     traffic(&tested, Box::new(Full::default()));
     traffic(&tested, Box::new(LayerWise::default()));
     checkpoints(&tested, &threads);
@@ -117,23 +116,6 @@ fn mixed(mesh: &DeviceMesh, is_sharded: bool) -> Vec<Tensor> {
         (0..5).map(|step| number(model.step(batch(mesh, step), loss).unwrap().loss)).collect();
     all.extend(names().iter().map(|name| model.parameter(name).unwrap()));
     all
-}
-
-/// Checks that `ReduceLast` has the bits of data parallel.
-fn accumulated(tested: &DeviceMesh, threads: &DeviceMesh) {
-    let mut whole = DataParallel::builder(threads, build).by_units(rules()).build(adam).unwrap();
-    let builder = FullyShard::builder(tested, build).by_units(rules());
-    let mut model = builder.accumulation(Accumulation::ReduceLast).build(adam).unwrap();
-    for step in 0..3 {
-        let expected = whole.accumulate(batch(threads, step), loss).unwrap().loss;
-        let found = model.accumulate(batch(tested, step), loss).unwrap().loss;
-        assert_same(&[number(found)], &[number(expected)]);
-        whole.step(batch(threads, 10 + step), loss).unwrap();
-        model.step(batch(tested, 10 + step), loss).unwrap();
-    }
-    for (name, expected) in whole.parameters().unwrap() {
-        assert_same(&[model.parameter(&name).unwrap()], &[expected]);
-    }
 }
 
 /// Trains on pairs of processes that each store all parameters, and rejects different initial
