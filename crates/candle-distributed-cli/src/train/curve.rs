@@ -2,7 +2,7 @@
 
 use candle_distributed::{
     finetune::run::ValidationPoint,
-    train::{Metrics, TimedStep},
+    train::{MeanLoss, Metrics, TimedStep},
     types::human::HumanCount,
 };
 use plotters::{
@@ -61,7 +61,7 @@ pub(crate) fn draw(metrics: &Metrics, held_out: &[ValidationPoint]) -> Result<St
         legend.push((Mark::Line, HELD_OUT, "held-out examples"));
     }
     let tokens = metrics.sum(|step| step.real_tokens);
-    let seconds = metrics.seconds();
+    let seconds: f64 = run.steps.iter().map(|step| step.seconds).sum();
     let speed = if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
     let figures = format!("{} tokens in {seconds:.1} s: {speed:.0} tokens/s", HumanCount(tokens));
     document([&title(metrics), &figures], &legend, &[run])
@@ -92,8 +92,15 @@ fn title(metrics: &Metrics) -> String {
 }
 
 /// Returns the mean loss over the last tenth of the steps.
-fn last_loss(metrics: &Metrics) -> f64 {
-    metrics.last_loss((metrics.steps().len() / 10).max(1))
+pub(crate) fn last_loss(metrics: &Metrics) -> f64 {
+    let mut mean = MeanLoss::default();
+    metrics.steps().iter().rev().take(n_last(metrics)).for_each(|step| mean.add(step));
+    mean.mean()
+}
+
+/// Returns the number of steps whose mean is the last loss: a tenth of all.
+pub(crate) fn n_last(metrics: &Metrics) -> usize {
+    (metrics.steps().len() / 10).max(1)
 }
 
 /// A run in the drawing.

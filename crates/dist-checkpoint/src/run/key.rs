@@ -31,12 +31,10 @@ pub struct TensorKey<'a> {
 }
 
 impl<'a> TensorKey<'a> {
-    /// The kind of the parameters themselves. Optimizers name the other kinds.
-    pub const MODEL: &'static str = "model";
-
-    /// Returns the key of a parameter's items from `start` on.
+    /// Returns the key of a parameter's own items from `start` on, of the kind `model`. Optimizers
+    /// name the other kinds.
     pub fn model(parameter: &'a str, start: usize) -> Self {
-        Self { kind: Self::MODEL, parameter, start }
+        Self { kind: "model", parameter, start }
     }
 
     /// Parses a displayed key.

@@ -43,7 +43,8 @@ use crate::{
 /// }
 /// let metrics = Metrics::read(&path)?;
 /// assert_eq!(metrics.steps().len(), 5);
-/// println!("{:.3} after {:.1} s", metrics.last_loss(2), metrics.seconds());
+/// let seconds: f64 = metrics.timed().map(|step| step.seconds).sum();
+/// println!("{} steps in {seconds:.1} s", metrics.done());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]

@@ -11,7 +11,7 @@ use dist_checkpoint::files::AtomicFile;
 
 use crate::{
     error::{AtPath, Result},
-    metrics::{MeanLoss, StepMetrics},
+    metrics::StepMetrics,
 };
 
 /// The steps of a run in order, as recorded in a [log](crate::MetricsLog).
@@ -190,21 +190,9 @@ impl Metrics {
         })
     }
 
-    /// Returns the duration of all steps, without the time between sessions.
-    pub fn seconds(&self) -> f64 {
-        self.timed().map(|step| step.seconds).sum()
-    }
-
     /// Adds up `count` over all steps.
     pub fn sum(&self, count: impl Fn(&StepMetrics) -> u64) -> u128 {
         self.steps.iter().map(|step| u128::from(count(step))).sum()
-    }
-
-    /// Returns the mean loss of the last `n_steps`.
-    pub fn last_loss(&self, n_steps: usize) -> f64 {
-        let mut mean = MeanLoss::default();
-        self.steps.iter().rev().take(n_steps).for_each(|step| mean.add(step));
-        mean.mean()
     }
 }
 
@@ -277,8 +265,8 @@ mod tests {
         assert_eq!(timed, [(1.0, false), (0.5, false), (0.25, true), (0.5, false)]);
         assert!(metrics.steps()[2].loss.is_nan());
         assert_eq!(
-            (metrics.seconds(), metrics.sum(|step| step.real_tokens), metrics.last_loss(1)),
-            (2.25, 20, 1.0)
+            (timed.iter().map(|(seconds, _)| seconds).sum(), metrics.sum(|step| step.real_tokens)),
+            (2.25, 20)
         );
     }
 

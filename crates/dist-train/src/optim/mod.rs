@@ -99,7 +99,7 @@ pub(crate) fn check_state(
 ) -> error::Result<()> {
     let own = optimizer.state(var).map_err(|cause| failed(model, cause))?;
     for kind in checkpoint.kinds(model.parameter) {
-        if kind != TensorKey::MODEL && own.iter().all(|(name, _)| *name != kind) {
+        if kind != model.kind && own.iter().all(|(name, _)| *name != kind) {
             let message = format!("the checkpoint has its state {kind}, which the optimizer lacks");
             return Err(failed(model, candle_core::Error::Msg(message)));
         }

@@ -89,8 +89,8 @@ pub(super) fn summary_figures(facts: &RunFacts) -> Option<[SummaryFigure; 6]> {
     let steps = facts.metrics.steps();
     let first = steps.first()?;
     let last_step = steps.last()?;
-    let seconds = facts.metrics.seconds();
-    let n_last = (steps.len() / 10).max(1);
+    let seconds: f64 = facts.metrics.timed().map(|step| step.seconds).sum();
+    let n_last = curve::n_last(&facts.metrics);
     let real = facts.metrics.sum(|step| step.real_tokens);
     let padded = facts.metrics.sum(|step| step.padded_tokens);
     let last = HumanCount(n_last as u128).with_noun("step");
@@ -99,7 +99,7 @@ pub(super) fn summary_figures(facts: &RunFacts) -> Option<[SummaryFigure; 6]> {
         figure("first loss", format!("{:.3}", first.loss), "nats per token".into()),
         figure(
             "last loss",
-            format!("{:.3}", facts.metrics.last_loss(n_last)),
+            format!("{:.3}", curve::last_loss(&facts.metrics)),
             format!("mean of the last {last}"),
         ),
         figure("speed", format!("{:.0}", real as f64 / seconds), "real tokens per second".into()),
