@@ -1,7 +1,5 @@
 //! Shapes of a batch, for the error messages of losses, and fingerprints of batches.
 
-use std::fmt;
-
 use candle_core::{Device, Tensor};
 use core_types::{Fingerprint, Seed};
 use pmap_mesh::{DeviceMesh, TensorTree};
@@ -15,12 +13,6 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct BatchShapes(Vec<Vec<usize>>);
 
-/// The shapes of a batch's tensors before they are split, and the shapes in one replica's shard.
-struct ShardShapes {
-    full: Vec<Vec<usize>>,
-    local: Vec<Vec<usize>>,
-}
-
 impl BatchShapes {
     pub(crate) fn new(batch: &impl TensorTree) -> Self {
         Self(shapes(batch))
@@ -33,22 +25,21 @@ impl BatchShapes {
         loss: impl FnOnce(I) -> candle_core::Result<L>,
     ) -> candle_core::Result<L> {
         let local = shapes(&shard);
-        loss(shard).map_err(|error| error.context(ShardShapes { full: self.0.clone(), local }))
+        loss(shard).map_err(|error| error.context(self.describe(&local)))
     }
-}
 
-impl fmt::Display for ShardShapes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the loss of a shard")?;
-        for (n, (full, local)) in self.full.iter().zip(&self.local).enumerate() {
-            f.write_str(if n == 0 { ", of tensors " } else { ", " })?;
-            if full == local {
-                write!(f, "{full:?} whole")?;
+    /// Returns the context of an error, with the shapes of a shard.
+    fn describe(&self, local: &[Vec<usize>]) -> String {
+        let mut text = "the loss of a shard".to_owned();
+        for (n, (full, local)) in self.0.iter().zip(local).enumerate() {
+            text += if n == 0 { ", of tensors " } else { ", " };
+            text += &if full == local {
+                format!("{full:?} whole")
             } else {
-                write!(f, "{full:?} cut to {local:?}")?;
-            }
+                format!("{full:?} cut to {local:?}")
+            };
         }
-        Ok(())
+        text
     }
 }
 

@@ -15,7 +15,7 @@ use pmap_mesh::{ProcessError, one_line};
 
 use self::{
     parameter::ParameterError,
-    skipped::{Reasons, SkippedCheckpoint},
+    skipped::{SkippedCheckpoint, reasons},
 };
 
 /// The result of writing or reading tensors.
@@ -107,7 +107,7 @@ pub enum Error {
         item: usize,
     },
     /// There are checkpoints, but no checkpoint can be used.
-    #[error("no checkpoint in {} can be used: {}", Printable(path.display()), Reasons(skipped))]
+    #[error("no checkpoint in {} can be used: {}", Printable(path.display()), reasons(skipped))]
     NoUsableCheckpoint {
         /// Their folder.
         path: PathBuf,

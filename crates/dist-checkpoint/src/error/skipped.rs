@@ -28,14 +28,8 @@ impl fmt::Display for SkippedCheckpoint {
     }
 }
 
-/// Displays the errors of several checkpoints, separated by semicolons.
-pub(super) struct Reasons<'a>(pub(super) &'a [SkippedCheckpoint]);
-
-impl fmt::Display for Reasons<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (n, skipped) in self.0.iter().enumerate() {
-            write!(f, "{}{skipped}", if n == 0 { "" } else { "; " })?;
-        }
-        Ok(())
-    }
+/// Returns the reasons of all skipped checkpoints.
+pub(super) fn reasons(skipped: &[SkippedCheckpoint]) -> String {
+    let reasons: Vec<String> = skipped.iter().map(SkippedCheckpoint::to_string).collect();
+    reasons.join("; ")
 }

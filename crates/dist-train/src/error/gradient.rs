@@ -1,7 +1,5 @@
 //! Errors of gradient checks.
 
-use std::fmt;
-
 use dist_checkpoint::support::Listed;
 
 use crate::gradient_report::PrefixCheck;
@@ -16,7 +14,7 @@ pub enum GradientError {
          them and the loss has a wrong backward pass, or none and a residual around it. \
          candle-nn's LayerNorm, RmsNorm, softmax_last_dim and rope have no backward pass: use \
          fused_ops::layers and fused_ops, which candle_distributed exports as `ops`",
-        wrong.len(), Listed(&wrong.iter().map(WrongSlope).collect::<Vec<_>>())
+        wrong.len(), Listed(&wrong.iter().map(slopes).collect::<Vec<_>>())
     )]
     Wrong {
         /// Results for the prefixes with wrong gradients.
@@ -37,12 +35,8 @@ pub enum GradientError {
     },
 }
 
-/// Displays the slope of a prefix and the expected slope.
-struct WrongSlope<'a>(&'a PrefixCheck);
-
-impl fmt::Display for WrongSlope<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let PrefixCheck { prefix, found, expected, .. } = self.0;
-        write!(f, "{prefix} ({found:.3e} instead of {expected:.3e})")
-    }
+/// Returns the slope of a prefix and the expected slope.
+fn slopes(check: &PrefixCheck) -> String {
+    let PrefixCheck { prefix, found, expected, .. } = check;
+    format!("{prefix} ({found:.3e} instead of {expected:.3e})")
 }

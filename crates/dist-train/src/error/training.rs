@@ -1,9 +1,6 @@
 //! Errors of training steps and of training options.
 
-use std::{
-    fmt,
-    sync::{Mutex, MutexGuard, PoisonError},
-};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use dist_checkpoint::support::Listed;
 
@@ -88,7 +85,7 @@ pub enum TrainingError {
         n_rows: usize,
     },
     /// The norm of the gradients is infinite or NaN.
-    #[error("the norm of the gradients is {value}{}", FirstNonFinite(variable.as_deref()))]
+    #[error("the norm of the gradients is {value}{}", first_non_finite(variable.as_deref()))]
     NonFiniteNorm {
         /// The norm.
         value: f64,
@@ -239,18 +236,11 @@ impl TrainingError {
     }
 }
 
-/// The first variable with a non-finite gradient, if any.
-struct FirstNonFinite<'a>(Option<&'a str>);
-
-impl fmt::Display for FirstNonFinite<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Some(variable) => {
-                write!(f, ", the gradient of {variable} is the first that is not finite")
-            }
-            None => Ok(()),
-        }
-    }
+/// Names the first variable with a non-finite gradient, if any.
+fn first_non_finite(variable: Option<&str>) -> String {
+    variable.map_or_else(String::new, |variable| {
+        format!(", the gradient of {variable} is the first that is not finite")
+    })
 }
 
 /// The typed errors that this process's replicas report during a step. They are recorded here

@@ -3,8 +3,7 @@
 use std::{collections::BTreeSet, fs, path::Path, sync::Arc};
 
 use core_types::human::Printable;
-use dist_checkpoint::support::Listed;
-use fsdp_plan::ParameterInfo;
+use dist_checkpoint::{TensorInfo, support::Listed};
 use serde_json::{Map, Value, json};
 
 use crate::{
@@ -139,21 +138,21 @@ impl AdapterConfig {
     ///
     /// Returns [`Error::Lora`] otherwise.
     #[expect(clippy::expect_used, reason = "the callers pass adapter matrices only")]
-    pub(crate) fn check_matrices(&self, matrices: &[&ParameterInfo]) -> Result<()> {
+    pub(crate) fn check_matrices(&self, matrices: &[&TensorInfo]) -> Result<()> {
         let mut matched = BTreeSet::new();
         for matrix in matrices {
             let (layer, rank_dim) =
-                adapted_by(matrix.name()).expect("the name ends like an adapter matrix");
+                adapted_by(&matrix.name).expect("the name ends like an adapter matrix");
             let targets = self.targets_of(layer);
             if targets.is_empty() {
                 let reason = format!("{} has an adapter, and no target names it", Printable(layer));
                 return Err(Error::lora(reason));
             }
-            if matrix.shape().get(rank_dim) != Some(&(self.rank as u64)) {
+            if matrix.shape.get(rank_dim) != Some(&self.rank) {
                 return Err(Error::lora(format!(
                     "{} has the shape {:?}, which does not fit adapters of LoRA rank {}",
-                    Printable(matrix.name()),
-                    matrix.shape(),
+                    Printable(&matrix.name),
+                    matrix.shape,
                     self.rank
                 )));
             }

@@ -3,11 +3,7 @@
 use std::{collections::BTreeMap, path::Path};
 
 use candle_core::{DType, Tensor};
-use dist_checkpoint::{
-    ParameterError, TensorInfo,
-    support::{ModelFolder, dtype_of},
-};
-use fsdp_plan::ParameterInfo;
+use dist_checkpoint::{TensorInfo, support::ModelFolder};
 use pmap_mesh::DeviceMesh;
 
 use crate::{
@@ -16,7 +12,6 @@ use crate::{
         config::{AdapterConfig, CONFIG},
         matrices::{self, FILE, FILE_PREFIX},
     },
-    sharded::runs,
 };
 
 /// The contents and layout of the files that
@@ -115,7 +110,7 @@ pub(crate) fn save(
     mesh: &DeviceMesh,
     folder: &Path,
     files: PretrainedFiles,
-    parameters: &[ParameterInfo],
+    parameters: &[TensorInfo],
     whole: impl Fn(&str) -> Result<Tensor>,
 ) -> Result<()> {
     let PretrainedFiles { content, max_bytes, allows_non_finite, dtype, mut files_beside } = files;
@@ -128,21 +123,20 @@ pub(crate) fn save(
         Some(dtype) => tensor?.to_dtype(dtype).doing("converting a parameter"),
         None => tensor,
     };
-    let all: Vec<_> = parameters.iter().collect();
     match content {
         SavedContent::All => {
-            target.write(infos(&all, dtype)?, max_bytes, |name| typed(whole(name)))
+            target.write(infos(parameters, dtype), max_bytes, |name| typed(whole(name)))
         }
         SavedContent::Merged(config) => {
             let (_, base) = with_adapters(parameters, &config)?;
             let scale = config.scale();
-            target.write(infos(&base, dtype)?, max_bytes, |name| {
+            target.write(infos(base, dtype), max_bytes, |name| {
                 typed(merged(name, (scale, dtype), parameters, &whole))
             })
         }
         SavedContent::Adapters(config) => {
             let (adapters, _) = with_adapters(parameters, &config)?;
-            let mut infos = infos(&adapters, dtype)?;
+            let mut infos = infos(adapters, dtype);
             for info in &mut infos {
                 info.name.insert_str(0, FILE_PREFIX);
             }
@@ -154,29 +148,22 @@ pub(crate) fn save(
 }
 
 /// Returns descriptions of the tensors in the files, with dtype `dtype` if given.
-fn infos(parameters: &[&ParameterInfo], dtype: Option<DType>) -> Result<Vec<TensorInfo>> {
-    let mut infos = Vec::with_capacity(parameters.len());
-    for parameter in parameters {
-        let own = dtype_of(parameter.dtype()).ok_or_else(|| ParameterError::UnknownDtype {
-            name: parameter.name().to_owned(),
-            dtype: parameter.dtype().to_string(),
-        })?;
-        infos.push(TensorInfo {
-            name: parameter.name().to_owned(),
-            shape: runs::shape(parameter),
-            dtype: dtype.unwrap_or(own),
-        });
-    }
-    Ok(infos)
+fn infos<'a>(
+    parameters: impl IntoIterator<Item = &'a TensorInfo>,
+    dtype: Option<DType>,
+) -> Vec<TensorInfo> {
+    let stored =
+        |info: &TensorInfo| TensorInfo { dtype: dtype.unwrap_or(info.dtype), ..info.clone() };
+    parameters.into_iter().map(stored).collect()
 }
 
 /// Splits parameters into adapter matrices and others.
 fn with_adapters<'a>(
-    parameters: &'a [ParameterInfo],
+    parameters: &'a [TensorInfo],
     config: &AdapterConfig,
-) -> Result<(Vec<&'a ParameterInfo>, Vec<&'a ParameterInfo>)> {
+) -> Result<(Vec<&'a TensorInfo>, Vec<&'a TensorInfo>)> {
     let (adapters, others): (Vec<_>, Vec<_>) =
-        parameters.iter().partition(|info| matrices::is_matrix(info.name()));
+        parameters.iter().partition(|info| matrices::is_matrix(&info.name));
     if adapters.is_empty() {
         let reason = format!("none of the {} parameters belongs to an adapter", parameters.len());
         return Err(Error::lora(reason));
@@ -189,11 +176,11 @@ fn with_adapters<'a>(
 fn merged(
     name: &str,
     (scale, dtype): (f64, Option<DType>),
-    parameters: &[ParameterInfo],
+    parameters: &[TensorInfo],
     whole: impl Fn(&str) -> Result<Tensor>,
 ) -> Result<Tensor> {
     let matrices = matrices::layer_of(name).map(matrices::matrix_names);
-    let is_known = |name: &String| parameters.iter().any(|info| info.name() == name);
+    let is_known = |name: &String| parameters.iter().any(|info| info.name == *name);
     let Some([a, b]) = matrices.filter(|[a, b]| is_known(a) && is_known(b)) else {
         return whole(name);
     };
@@ -208,7 +195,6 @@ fn merged(
 #[cfg(test)]
 mod tests {
     use candle_core::Device;
-    use fsdp_plan::ElemType;
 
     use super::*;
 
@@ -216,8 +202,8 @@ mod tests {
     fn parameters_are_saved_in_one_dtype() {
         let folder = tempfile::tempdir().unwrap();
         let mesh = DeviceMesh::cpu(1).unwrap();
-        let info = |name, dtype| ParameterInfo::new(name, [4], dtype).unwrap();
-        let model = [info("a", ElemType::F32), info("b", ElemType::F64)];
+        let info = |name: &str, dtype| TensorInfo { name: name.to_owned(), shape: vec![4], dtype };
+        let model = [info("a", DType::F32), info("b", DType::F64)];
         let whole = |name: &str| {
             let dtype = if name == "a" { DType::F32 } else { DType::F64 };
             Ok(Tensor::full(1_f32 / 3., 4, &Device::Cpu).unwrap().to_dtype(dtype).unwrap())

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Result as CandleResult, Tensor};
 use candle_nn::Optimizer;
-use fsdp_plan::ParameterInfo;
+use dist_checkpoint::TensorInfo;
 use pmap_mesh::{DeviceMesh, Replica};
 
 use crate::{
@@ -16,7 +16,7 @@ use crate::{
         sharded::{Sharded, ShardedPass},
         slot::{SharedSlot, SlotVar, lock},
     },
-    parameters::describe::parameter_info,
+    sharded::runs,
     step::{inventory::Inventory, rules::Rules},
     units::model::Model,
 };
@@ -70,24 +70,25 @@ impl<M> Layout<M> {
         }
     }
 
-    /// Describes the parameters.
+    /// Describes the parameters as in a file.
     pub(crate) fn infos<O>(
         &self,
         inventory: &Inventory,
         slots: &[SharedSlot<O>],
-    ) -> Result<Vec<ParameterInfo>> {
+    ) -> Result<Vec<TensorInfo>> {
         match self {
             Self::Replicated(_) => {
+                let names = inventory.parameters.iter().map(|(name, _)| name);
                 let slot = lock(&slots[0]);
-                let parameters = inventory.parameters.iter().zip(&slot.vars);
-                let info = |((name, shape), var): (&(String, Vec<usize>), &SlotVar)| {
-                    parameter_info(name, shape, var.var.dtype())
-                };
-                parameters.map(info).collect()
+                let info = |(name, var): (&String, &SlotVar)| TensorInfo::new(name, &var.var);
+                Ok(names.zip(&slot.vars).map(info).collect())
             }
             Self::Sharded(layout, _) => {
                 let parameters = layout.model.vars.plan().parameters();
-                Ok(parameters.iter().map(|planned| planned.info().clone()).collect())
+                Ok(parameters
+                    .iter()
+                    .map(|planned| runs::tensor_info(planned.info()))
+                    .collect::<Result<_, _>>()?)
             }
         }
     }

@@ -1,6 +1,5 @@
 //! Descriptions of parameters for a planner.
 
-use candle_core::DType;
 use dist_checkpoint::{
     ParameterError,
     support::{elem_of, natural_order},
@@ -13,22 +12,21 @@ use crate::{
     step::roles::{Role, Roles},
 };
 
-/// Describes a parameter to a planner.
-pub(crate) fn parameter_info(name: &str, dims: &[usize], dtype: DType) -> Result<ParameterInfo> {
-    let elem = elem_of(dtype).ok_or_else(|| ParameterError::UnknownDtype {
-        name: name.to_owned(),
-        dtype: dtype.as_str().to_owned(),
-    })?;
-    let shape: Vec<u64> = dims.iter().map(|&dim| dim as u64).collect();
-    Ok(ParameterInfo::new(name, shape, elem)?)
-}
-
 /// Describes declared parameters to a planner, sorted by name, with numbers in names compared by
 /// value (`h.2.w` before `h.10.w`).
+///
+/// # Errors
+///
+/// Returns [`ParameterError::UnknownDtype`], and the errors of [`ParameterInfo::new`].
 pub(crate) fn declared_infos(declared: &[Declared], roles: &Roles) -> Result<Vec<ParameterInfo>> {
     let mut infos = Vec::with_capacity(declared.len());
     for (Declared { name, shape, dtype, .. }, role) in declared.iter().zip(&roles.by_variable) {
-        let info = parameter_info(name, shape.dims(), *dtype)?;
+        let elem = elem_of(*dtype).ok_or_else(|| ParameterError::UnknownDtype {
+            name: name.clone(),
+            dtype: dtype.as_str().to_owned(),
+        })?;
+        let shape: Vec<u64> = shape.dims().iter().map(|&dim| dim as u64).collect();
+        let info = ParameterInfo::new(name.as_str(), shape, elem)?;
         infos.push(info.with_requires_grad(matches!(role, Role::Trained(_))));
     }
     infos.sort_by(|left, right| natural_order(left.name(), right.name()));

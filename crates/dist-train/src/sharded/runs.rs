@@ -4,13 +4,13 @@ use std::ops::Range;
 
 use candle_core::DType;
 use core_types::{Placement, Rank, WorldSize};
-use dist_checkpoint::{ParameterError, support::dtype_of};
+use dist_checkpoint::{ParameterError, TensorInfo, support::dtype_of};
 use fsdp_plan::{ParameterInfo, ShardingPlan};
 
 use crate::error::Result;
 
 /// Returns the shape of a parameter.
-pub(crate) fn shape(parameter: &ParameterInfo) -> Vec<usize> {
+pub(super) fn shape(parameter: &ParameterInfo) -> Vec<usize> {
     parameter.shape().iter().map(|&dim| index(dim)).collect()
 }
 
@@ -20,6 +20,12 @@ pub(super) fn dtype(parameter: &ParameterInfo) -> Result<DType, ParameterError> 
         name: parameter.name().to_owned(),
         dtype: parameter.dtype().to_string(),
     })
+}
+
+/// Describes a parameter as in a file.
+pub(crate) fn tensor_info(parameter: &ParameterInfo) -> Result<TensorInfo, ParameterError> {
+    let (name, shape) = (parameter.name().to_owned(), shape(parameter));
+    Ok(TensorInfo { name, shape, dtype: dtype(parameter)? })
 }
 
 /// Returns the ranges of a parameter's items that one rank stores.

@@ -62,17 +62,17 @@ struct SwapFirst<'a> {
 }
 
 /// The storage of the first tensor; taken when the operation on the second tensor runs.
-struct SwapSecond<'a, S>(Cell<Option<&'a mut S>>);
+struct SwapSecond<'a>(Cell<Option<FirstStorage<'a>>>);
 
-impl<'a, S> SwapSecond<'a, S> {
-    fn new(first: &'a mut S) -> Self {
-        Self(Cell::new(Some(first)))
-    }
+enum FirstStorage<'a> {
+    Cpu(&'a mut CpuStorage),
+    Cuda(&'a mut CudaStorage),
+    Metal(&'a mut MetalStorage),
+}
 
-    fn run(&self, second: &mut S) -> Result<()> {
-        let Some(first) = self.0.take() else { bail!("an in-place operation runs only once") };
-        mem::swap(first, second);
-        Ok(())
+impl SwapFirst<'_> {
+    fn swap(&self, first: FirstStorage<'_>) -> Result<()> {
+        self.second.inplace_op1(&SwapSecond(Cell::new(Some(first))))
     }
 }
 
@@ -82,53 +82,39 @@ impl InplaceOp1 for SwapFirst<'_> {
     }
 
     fn cpu_fwd(&self, first: &mut CpuStorage, _: &Layout) -> Result<()> {
-        self.second.inplace_op1(&SwapSecond::new(first))
+        self.swap(FirstStorage::Cpu(first))
     }
 
     fn cuda_fwd(&self, first: &mut CudaStorage, _: &Layout) -> Result<()> {
-        self.second.inplace_op1(&SwapSecond::new(first))
+        self.swap(FirstStorage::Cuda(first))
     }
 
     fn metal_fwd(&self, first: &mut MetalStorage, _: &Layout) -> Result<()> {
-        self.second.inplace_op1(&SwapSecond::new(first))
+        self.swap(FirstStorage::Metal(first))
     }
 }
 
-impl InplaceOp1 for SwapSecond<'_, CpuStorage> {
+impl InplaceOp1 for SwapSecond<'_> {
     fn name(&self) -> &'static str {
         NAME
     }
 
     fn cpu_fwd(&self, second: &mut CpuStorage, _: &Layout) -> Result<()> {
-        self.run(second)
-    }
-}
-
-impl InplaceOp1 for SwapSecond<'_, CudaStorage> {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
-        bail!("{OTHER_DEVICE}")
+        let Some(FirstStorage::Cpu(first)) = self.0.take() else { bail!("{OTHER_DEVICE}") };
+        mem::swap(first, second);
+        Ok(())
     }
 
     fn cuda_fwd(&self, second: &mut CudaStorage, _: &Layout) -> Result<()> {
-        self.run(second)
-    }
-}
-
-impl InplaceOp1 for SwapSecond<'_, MetalStorage> {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
-        bail!("{OTHER_DEVICE}")
+        let Some(FirstStorage::Cuda(first)) = self.0.take() else { bail!("{OTHER_DEVICE}") };
+        mem::swap(first, second);
+        Ok(())
     }
 
     fn metal_fwd(&self, second: &mut MetalStorage, _: &Layout) -> Result<()> {
-        self.run(second)
+        let Some(FirstStorage::Metal(first)) = self.0.take() else { bail!("{OTHER_DEVICE}") };
+        mem::swap(first, second);
+        Ok(())
     }
 }
 
