@@ -195,7 +195,9 @@ fn sum_shard_grads(
     let batch_loss = shard_loss.agree(ctx, false, errors)?.require_weight(errors)?;
     mean_loss.get_or_init(|| batch_loss.mean());
     let grads = differentiate(shard_loss, params, batch_loss.weight(), has_halves(params))?;
-    sum_grads(ctx, params, grads, wanted, Precision::default())
+    let has_grad_here: Vec<bool> = grads.iter().map(Option::is_some).collect();
+    let has_grad_anywhere = agreement::any(ctx, &has_grad_here)?;
+    sum_grads(ctx, params, grads, &has_grad_anywhere, wanted, Precision::default())
 }
 
 /// Differentiates a shard's sum divided by `scale`. Returns the gradient of each variable, or
@@ -265,21 +267,9 @@ pub(crate) fn has_halves(vars: &[Var]) -> bool {
 
 /// Sums the gradients of the `wanted` variables over all replicas. A sum is `None` if no replica
 /// has the gradient; otherwise a replica without the gradient contributes zeros.
+/// `has_grad_anywhere` states for each variable whether any replica has a gradient; all replicas
+/// have agreed on it.
 pub(crate) fn sum_grads(
-    ctx: &Replica,
-    vars: &[Var],
-    grads: Vec<Option<Tensor>>,
-    wanted: &[usize],
-    precision: Precision,
-) -> candle_core::Result<Vec<Option<Tensor>>> {
-    let has_grad_here: Vec<bool> = grads.iter().map(Option::is_some).collect();
-    let has_grad_anywhere = agreement::any(ctx, &has_grad_here)?;
-    sum_existing_grads(ctx, vars, grads, &has_grad_anywhere, wanted, precision)
-}
-
-/// Like [`sum_grads`], if replicas have already agreed for each variable whether any replica has a
-/// gradient.
-pub(crate) fn sum_existing_grads(
     ctx: &Replica,
     vars: &[Var],
     grads: Vec<Option<Tensor>>,

@@ -1,6 +1,6 @@
 //! Checkpoints are complete or absent, and hostile files are rejected.
 
-use std::{fs, path::Path};
+use std::{collections::BTreeMap, fs, path::Path};
 
 use candle_core::{DType, Device, Tensor};
 use dist_checkpoint::{Checkpoint, Checkpoints, Error, ParameterError};
@@ -249,9 +249,11 @@ fn non_json_state_is_rejected() {
     let run = Run::cpu(1);
     let checkpoints = Checkpoints::new(folder.path());
     let tensors = run.state_dict();
-    for best in [f64::INFINITY, f64::NAN] {
-        let error = checkpoints.save(&run.mesh, 1, &tensors, &("best loss", best)).unwrap_err();
+    for best in [f64::INFINITY, f64::NEG_INFINITY, f64::NAN] {
+        let nested = BTreeMap::from([("best loss", vec![None, Some((1, best))])]);
+        let error = checkpoints.save(&run.mesh, 1, &tensors, &nested).unwrap_err();
         assert!(matches!(&error, Error::Json { .. }), "{error}");
+        assert!(error.to_string().ends_with("which JSON does not have"), "{error}");
     }
     assert!(checkpoints.latest().unwrap().is_none());
     checkpoints.save(&run.mesh, 1, &tensors, &("best loss", f64::MAX)).unwrap();

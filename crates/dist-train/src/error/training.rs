@@ -204,16 +204,11 @@ pub enum TrainingError {
         /// The message, with the values.
         reason: String,
     },
-    /// The processes of the mesh built different models.
-    #[error("replicas 0 and {replica} have different variables")]
-    ModelMismatch {
-        /// The first replica with variables of different names, shapes or dtypes.
-        replica: usize,
-    },
-    /// The processes of the mesh set an option of a model differently.
+    /// The processes of the mesh set an option of a model differently, or their models have
+    /// variables of different names, shapes or dtypes.
     #[error("replicas 0 and {replica} have different values of `{option}`")]
     OptionMismatch {
-        /// The name of the method that sets the option.
+        /// The name of the method that sets the option, or `variables`.
         option: &'static str,
         /// The first replica with a different value.
         replica: usize,

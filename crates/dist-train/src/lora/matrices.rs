@@ -26,13 +26,8 @@ pub(crate) fn matrix_names(layer: &str) -> [String; 2] {
     [A, B].map(|inner| if layer.is_empty() { inner.to_owned() } else { format!("{layer}.{inner}") })
 }
 
-/// Returns true if a parameter is a matrix of an adapter.
-pub(crate) fn is_matrix(name: &str) -> bool {
-    adapted_by(name).is_some()
-}
-
 /// Returns the layer that a matrix adapts, and the dimension of the matrix with the LoRA rank as
-/// its size.
+/// its size; `None` if a parameter is not a matrix of an adapter.
 pub(crate) fn adapted_by(name: &str) -> Option<(&str, usize)> {
     [(A, 0), (B, 1)].into_iter().find_map(|(inner, rank_dim)| {
         let before = name.strip_suffix(inner)?;
@@ -107,7 +102,7 @@ mod tests {
             ("flora_A.weight", false),
             ("q.weight", false),
         ] {
-            assert_eq!(is_matrix(name), expected, "{name}");
+            assert_eq!(adapted_by(name).is_some(), expected, "{name}");
         }
     }
 }

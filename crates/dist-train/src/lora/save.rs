@@ -163,7 +163,7 @@ fn with_adapters<'a>(
     config: &AdapterConfig,
 ) -> Result<(Vec<&'a TensorInfo>, Vec<&'a TensorInfo>)> {
     let (adapters, others): (Vec<_>, Vec<_>) =
-        parameters.iter().partition(|info| matrices::is_matrix(&info.name));
+        parameters.iter().partition(|info| matrices::adapted_by(&info.name).is_some());
     if adapters.is_empty() {
         let reason = format!("none of the {} parameters belongs to an adapter", parameters.len());
         return Err(Error::lora(reason));

@@ -13,7 +13,7 @@ use crate::{
         builder::LendUnits,
         pass::{BatchOutcome, ShardLossFn},
         replicated::{Replicated, ReplicatedPass},
-        sharded::{Sharded, ShardedPass},
+        sharded::{Sharded, ShardedPass, build::check_replicas_equal},
         slot::{SharedSlot, SlotVar, lock},
     },
     sharded::runs,
@@ -102,7 +102,7 @@ impl<M> Layout<M> {
     ) -> Result<()> {
         match self {
             Self::Replicated(layout) => layout.check_in_sync(mesh, inventory, slots),
-            Self::Sharded(layout, _) => layout.check_in_sync(mesh),
+            Self::Sharded(layout, _) => check_replicas_equal(mesh, &layout.model),
         }
     }
 

@@ -20,8 +20,7 @@ pub(crate) type Settings<const N: usize> = [(&'static str, u64); N];
 ///
 /// # Errors
 ///
-/// Returns [`TrainingError::ModelMismatch`] and [`TrainingError::OptionMismatch`] with the first
-/// difference, and [`Error::Mesh`](crate::Error::Mesh) if a process does not respond.
+/// Returns [`TrainingError::OptionMismatch`] with the first difference, and [`Error::Mesh`](crate::Error::Mesh) if a process does not respond.
 pub(crate) fn check<const N: usize>(mesh: &DeviceMesh, settings: &Settings<N>) -> Result<()> {
     if !mesh.spans_processes() {
         return Ok(());
@@ -31,17 +30,11 @@ pub(crate) fn check<const N: usize>(mesh: &DeviceMesh, settings: &Settings<N>) -
     for (n, &(option, _)) in settings.iter().enumerate() {
         let different = by_slot.iter().position(|fingerprints| fingerprints[n] != by_slot[0][n]);
         if let Some(replica) = different {
-            let error = match option {
-                VARIABLES => TrainingError::ModelMismatch { replica },
-                option => TrainingError::OptionMismatch { option, replica },
-            };
-            return Err(error.into());
+            return Err(TrainingError::OptionMismatch { option, replica }.into());
         }
     }
     Ok(())
 }
-
-const VARIABLES: &str = "variables";
 
 /// Returns the settings of a model that all processes must have in common. Without this comparison,
 /// replicas would deadlock if they train different variables, for example.
@@ -63,7 +56,7 @@ pub(crate) fn model_settings(
         // Compared first, because models of different layouts would wait for each other's
         // collectives.
         ("fully_shard", is_sharded.into()),
-        (VARIABLES, declaration_fingerprint(inventory, dtypes)),
+        ("variables", declaration_fingerprint(inventory, dtypes)),
         ("freeze", in_role(|role| (role == Role::Frozen).into())),
         ("train_only", roles.leaves_out_frozen.into()),
         ("buffers", in_role(|role| (role == Role::Buffer).into())),

@@ -4,7 +4,7 @@
 
 use std::array;
 
-use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor};
+use candle_core::{DType, Device, Result, Storage, Tensor};
 use pulp::{Arch, NullaryFnOnce};
 
 use crate::{
@@ -37,7 +37,9 @@ pub(crate) fn squared_norm(tensor: &Tensor) -> Result<f64> {
         Device::Cpu => {
             let (storage, layout) = tensor.storage_and_layout();
             match &*storage {
-                Storage::Cpu(storage) => squares_on_host(storage, layout),
+                Storage::Cpu(storage) => {
+                    Ok(Arch::new().dispatch(SquaredItems(Items::new(storage, layout)?)))
+                }
                 _ => candle_core::bail!("a CPU tensor has storage on another device"),
             }
         }
@@ -61,10 +63,6 @@ fn sum_by_rows(x: &Tensor) -> Result<f64> {
         sum = (sum + x.narrow(0, n_whole, n_rest)?.sum_all()?)?;
     }
     sum.to_scalar()
-}
-
-fn squares_on_host(storage: &CpuStorage, layout: &Layout) -> Result<f64> {
-    Ok(Arch::new().dispatch(SquaredItems(Items::new(storage, layout)?)))
 }
 
 /// Adds squares with the widest instructions that the processor has; they round alike.

@@ -134,12 +134,4 @@ impl Rules {
             .errors
             .record_agreed(TrainingError::NoGradient { missing, trained: trained.len() }))
     }
-
-    /// Records and returns the error of a non-finite norm. `cause` is the first variable with a
-    /// non-finite gradient, as an index among the trained variables.
-    pub(crate) fn non_finite_norm(&self, value: f64, cause: Option<usize>) -> candle_core::Error {
-        let trained = self.inventory.roles.trained();
-        let variable = cause.map(|cause| self.inventory.name(trained[cause]).to_owned());
-        self.errors.record_agreed(TrainingError::NonFiniteNorm { value, variable })
-    }
 }

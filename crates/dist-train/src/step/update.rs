@@ -2,14 +2,14 @@
 
 use candle_core::Result;
 
-use crate::{optim::clip, step::rules::Rules};
+use crate::{error::training::TrainingError, optim::clip, step::rules::Rules};
 
 /// Returns the norm of all gradients together. Each gradient is `factor` times a sum over the
 /// slots, and `squared_norms` has the squared norm of this sum for each trained variable.
 ///
 /// # Errors
 ///
-/// Returns [`TrainingError::NonFiniteNorm`](crate::TrainingError::NonFiniteNorm) unless non-finite
+/// Returns [`TrainingError::NonFiniteNorm`] unless non-finite
 /// values are allowed.
 pub(crate) fn global_norm(rules: &Rules, squared_norms: &[f64], factor: f64) -> Result<f64> {
     let norm = factor * squared_norms.iter().sum::<f64>().sqrt();
@@ -17,7 +17,9 @@ pub(crate) fn global_norm(rules: &Rules, squared_norms: &[f64], factor: f64) -> 
         return Ok(norm);
     }
     let cause = squared_norms.iter().position(|squared_norm| !squared_norm.is_finite());
-    Err(rules.non_finite_norm(norm, cause))
+    let trained = rules.inventory.roles.trained();
+    let variable = cause.map(|cause| rules.inventory.name(trained[cause]).to_owned());
+    Err(rules.errors.record_agreed(TrainingError::NonFiniteNorm { value: norm, variable }))
 }
 
 /// Returns `factor`, multiplied by the clipping factor of gradients with this norm.

@@ -30,7 +30,7 @@ pub(crate) struct BackwardState {
     /// Reduced gradients, by the index of this slot's shard.
     pub(crate) sums: BTreeMap<usize, Tensor>,
     /// Names of the parameters with a gradient on this slot.
-    used: BTreeSet<String>,
+    pub(crate) used: BTreeSet<String>,
     /// Parameters with gradients that were taken for an update, as indices among the trained
     /// parameters.
     taken: BTreeSet<usize>,
@@ -48,11 +48,6 @@ impl BackwardState {
     pub(crate) fn next_freed_pass(&mut self) -> usize {
         self.n_freed += 1;
         self.n_freed - 1
-    }
-
-    /// Records that these parameters have gradients.
-    pub(crate) fn mark_used<'a>(&mut self, used: impl IntoIterator<Item = &'a String>) {
-        self.used.extend(used.into_iter().cloned());
     }
 
     /// Records that the gradients of one pass through a unit are reduced.

@@ -31,7 +31,6 @@ pub(crate) struct Model {
     pub(crate) prefetch: usize,
     /// Gather orders of the last batches.
     pub(crate) orders: Mutex<GatherOrders>,
-    /// Units that a step has trained. If they are recomputed, this gave the same result.
     pub(crate) repeatable: Mutex<BTreeSet<String>>,
 }
 
@@ -64,16 +63,6 @@ pub(crate) struct UnitMember {
 }
 
 impl Model {
-    /// Returns true if recomputing a unit is known to give the same result.
-    pub(crate) fn is_repeatable(&self, unit: &str) -> bool {
-        self.repeatable().contains(unit)
-    }
-
-    /// Records the units that a step has trained.
-    pub(crate) fn note_repeatable(&self, units: Vec<String>) {
-        self.repeatable().extend(units);
-    }
-
     /// Returns the gather order of the last training or evaluation batch.
     pub(crate) fn order(&self, is_training: bool) -> Order {
         let orders = self.orders();
@@ -92,8 +81,9 @@ impl Model {
         self.orders.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ignores poisoning: inserting into a set leaves no partial state.
-    fn repeatable(&self) -> MutexGuard<'_, BTreeSet<String>> {
+    /// Returns the units that a step has trained, so that recomputing them is known to give the same
+    /// result. Ignores poisoning: inserting into a set leaves no partial state.
+    pub(crate) fn repeatable(&self) -> MutexGuard<'_, BTreeSet<String>> {
         self.repeatable.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -82,14 +82,6 @@ impl Session {
         ctx: &Replica,
         common: &Arc<PassContext>,
         updates: Option<Arc<dyn UpdatesInBackward>>,
-    ) -> Result<Arc<Self>> {
-        Self::with_search(ctx, common, updates, false)
-    }
-
-    fn with_search(
-        ctx: &Replica,
-        common: &Arc<PassContext>,
-        updates: Option<Arc<dyn UpdatesInBackward>>,
         is_search: bool,
     ) -> Result<Arc<Self>> {
         Ok(Arc::new(Self {
@@ -109,7 +101,7 @@ impl Session {
 
     /// Returns a session for another run of this batch's loss, which frees no parameters.
     pub(crate) fn search_session(&self) -> Result<Arc<Self>> {
-        Self::with_search(&self.ctx, &self.common, None, true)
+        Self::new(&self.ctx, &self.common, None, true)
     }
 
     pub(crate) fn is_search(&self) -> bool {
@@ -151,7 +143,7 @@ impl Session {
     /// of this model has trained the unit. The number of steps does not decide, because a resumed
     /// run may have been trained by a model that does not recompute units.
     pub(crate) fn checks_determinism(&self, unit: &str) -> bool {
-        !self.model().is_repeatable(unit)
+        !self.model().repeatable().contains(unit)
     }
 
     /// Returns true if this pass may free parameters of a unit that no step has trained yet.
@@ -380,7 +372,7 @@ impl Session {
         }
         // Freed as early as possible, because memory use peaks here.
         drop((gathered, grads));
-        self.backward().mark_used(own.keys());
+        self.backward().used.extend(own.keys().cloned());
         self.reduce(unit, own)
     }
 

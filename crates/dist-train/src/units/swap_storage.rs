@@ -1,7 +1,7 @@
 //! Exchange of two tensors' storages. It frees memory that a graph of candle uses, and restores
 //! this memory later.
 
-use std::{cell::Cell, mem, ptr};
+use std::{cell::Cell, mem};
 
 use candle_core::{
     CpuStorage, CudaStorage, DType, Device, Error, InplaceOp1, Layout, MetalStorage, Result,
@@ -41,18 +41,6 @@ pub(crate) fn free_storage(tensor: &Tensor) -> Result<()> {
 /// model has the dtype of the empty storage.
 pub(crate) fn reads_freed_memory(error: &Error) -> bool {
     error.to_string().contains(&format!("{:?}", DType::F4))
-}
-
-/// Returns true if two tensors share their memory, like views.
-pub(crate) fn shares_memory(left: &Tensor, right: &Tensor) -> bool {
-    address(left) == address(right)
-}
-
-/// Returns the address of a tensor's storage. The lock is released before another lock is taken,
-/// because a thread that waits for a second read lock can deadlock with a waiting writer.
-fn address(tensor: &Tensor) -> *const Storage {
-    let (storage, _) = tensor.storage_and_layout();
-    ptr::from_ref(&*storage)
 }
 
 const NAME: &str = "exchange";
@@ -150,13 +138,5 @@ mod tests {
         assert_eq!(items(&w), [1., 2., 3., 4.]);
         let found = y.backward().unwrap();
         assert_eq!(items(found.get(&w).unwrap()), items(expected.get(&w).unwrap()));
-    }
-
-    #[test]
-    fn only_views_share_memory() {
-        let x = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
-        assert!(shares_memory(&x, &x.t().unwrap()) && shares_memory(&x.detach(), &x));
-        assert!(shares_memory(&x, &x.narrow(1, 1, 1).unwrap()));
-        assert!(!shares_memory(&x, &x.copy().unwrap()));
     }
 }

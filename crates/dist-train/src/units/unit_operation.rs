@@ -23,12 +23,10 @@ use fused_ops::{backward_from_many, with_backward_many, with_direct_grads};
 use pmap_mesh::TensorTree;
 
 use crate::{
+    device::shares_memory,
     error::training::TrainingError,
     loss, tree,
-    units::{
-        freed_params::UnitPass, keep_rules::Keep, model::Unit, session::Session,
-        swap_storage::shares_memory,
-    },
+    units::{freed_params::UnitPass, keep_rules::Keep, model::Unit, session::Session},
 };
 
 /// A pass through a unit, as an operation in candle's graph.

@@ -9,26 +9,22 @@ use crate::random::{Case, assert_near};
 /// The variable with the number of sharded cases for each number of slots.
 const RANDOM_MODELS: &str = "RANDOM_MODELS";
 
-/// Runs `cases` cases on each of one to four slots.
-fn check(cases: u64, dtype: DType, tolerance: f64) {
+#[test]
+fn f64_models_match_one_device() {
     for slots in 1..=4 {
         let mesh = DeviceMesh::builder().axis("rows", slots).pin(false).cpu().unwrap();
-        for seed in 0..cases {
+        for seed in 0..20 {
             let seed = seed * 4 + slots as u64;
-            let case = Case::new(seed, slots, dtype);
+            let case = Case::new(seed, slots, DType::F64);
             let name = format!("case {seed} on {slots} slots");
-            assert_near(&case.on_mesh(&mesh), &case.on_one_device(), tolerance, &name);
+            assert_near(&case.on_mesh(&mesh), &case.on_one_device(), 1e-11, &name);
         }
     }
 }
 
-#[test]
-fn f64_models_match_one_device() {
-    check(20, DType::F64, 1e-11);
-}
-
-/// Losses and parameters of sharded models, with any `Keep`, equal the losses and parameters of replicated models: to
-/// the bit, or up to rounding with tied layers, clipping or accumulated batches.
+/// Losses and parameters of sharded models, with any `Keep`, equal those of replicated models: to
+/// the bit, or up to rounding with tied layers, clipping or accumulated batches. In bf16, dozens of
+/// operations round to 8 bits.
 #[test]
 fn sharded_models_match_replicated_models() {
     let n_cases = std::env::var(RANDOM_MODELS).ok().and_then(|number| number.parse().ok());
@@ -54,11 +50,4 @@ fn sharded_models_match_replicated_models() {
         }
     }
     assert!(n_equal >= 2 * n_cases, "{n_equal} cases have equal bits");
-}
-
-/// bf16 has 8 bits of precision, and dozens of operations round to it.
-#[test]
-fn half_precision_models_match_one_device() {
-    check(8, DType::F16, 2e-2);
-    check(8, DType::BF16, 1e-1);
 }

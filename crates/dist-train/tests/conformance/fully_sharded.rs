@@ -2,15 +2,12 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, embedding, linear, linear_no_bias};
-use core_types::{Placement, Seed};
+use core_types::Seed;
 use dist_train::{
     AdamW, Checkpoints, DataParallel, DistributedModel, Error, FullyShard, Group, Keep,
     TrainingError, UnitRules, Units,
 };
-use fsdp_plan::{
-    cost::{CostModel, Runtime},
-    strategy::{Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy},
-};
+use fsdp_plan::strategy::{Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy};
 use pmap_mesh::{DeviceMesh, Replica};
 use process_tests::{Engine, assert_same, folder, mesh, threads};
 
@@ -98,8 +95,6 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
     let in_halves = mixed(&threads, false);
     assert_same(&mixed(&tested, false), &in_halves);
     assert_same(&mixed(&tested, true), &in_halves);
-    traffic(&tested, Box::new(Full::default()));
-    traffic(&tested, Box::new(LayerWise::default()));
     checkpoints(&tested, &threads);
     refusals(&tested);
     weights(&tested);
@@ -128,7 +123,6 @@ pub(super) fn groups(engine: &impl Engine, ranks: usize) {
     for keep in [Keep::Inputs, Keep::Graph] {
         assert_same(&trained(&tested, strategy(), keep).0, &expected);
     }
-    traffic(&tested, Box::new(strategy()));
 
     // One device with the full batch.
     let alone = DeviceMesh::cpu(1).unwrap();
@@ -157,32 +151,6 @@ pub(super) fn groups(engine: &impl Engine, ranks: usize) {
         Err(Error::Diverged { name, replica: 2 }) if name == "layer.weight"
     );
     assert!(is_refused, "{outcome:?}");
-}
-
-/// Compares the traffic of a step with the plan's schedule.
-fn traffic(mesh: &DeviceMesh, strategy: Box<dyn ShardingStrategy>) {
-    let builder = FullyShard::builder(mesh, build).by_units(rules()).strategy(strategy);
-    let mut model = builder.build(adam).unwrap();
-    let before = mesh.traffic();
-    model.step(batch(mesh, 0), loss).unwrap();
-    let step = mesh.traffic().into_iter().zip(before).map(|(after, before)| after - before);
-    let cost = CostModel { runtime: Runtime::Candle, ..CostModel::default() };
-    let schedule = model.plan().unwrap().schedule(&cost).unwrap();
-    // The loss with its weight and batch, the parameters with a gradient, and their squares.
-    let scalars = (3, 5 * 8 + 4 + 8 * names().len() as u64);
-    let scalars = if mesh.len() == 1 { (0, 0) } else { scalars };
-    for (slot, found) in mesh.local_slots().zip(step) {
-        let rank = Placement::new(slot as u64, mesh.len() as u64).unwrap().rank();
-        let expected = schedule.handed_over(rank).unwrap();
-        for (found, expected, more) in [
-            (found.all_gather, expected.all_gather, scalars),
-            (found.reduce_scatter, expected.reduce_scatter, (0, 0)),
-            (found.all_reduce, expected.all_reduce, (0, 0)),
-        ] {
-            let expected = (expected.count + more.0, expected.bytes + more.1);
-            assert_eq!((found.calls, found.bytes), expected, "slot {slot}");
-        }
-    }
 }
 
 /// Resumes checkpoints of processes on threads, and of threads on processes.

@@ -9,7 +9,7 @@ use pmap_mesh::{ALL, Replica};
 use crate::{
     agreement,
     error::training::TrainingError,
-    grad::{differentiate, sum_existing_grads, widen},
+    grad::{differentiate, sum_grads, widen},
     loss::Loss,
     model::{pass::BatchOutcome, slot::Slot},
     optim::clip,
@@ -118,7 +118,7 @@ impl<M> Worker<M> {
         wanted: &[usize],
     ) -> Result<Vec<Option<Tensor>>> {
         let (vars, precision) = (&self.trained, self.precision);
-        let sums = sum_existing_grads(ctx, vars, grads, has_grad_anywhere, wanted, precision)?;
+        let sums = sum_grads(ctx, vars, grads, has_grad_anywhere, wanted, precision)?;
         sums.into_iter()
             .zip(wanted)
             .map(|(sum, &var)| sum.map(|sum| sum.to_dtype(self.sum_dtypes[var])).transpose())

@@ -153,7 +153,9 @@ impl Description<'_> {
         let home = &self.mesh.devices()[0];
         let Self { sharding, config, .. } = self;
         let precision = config.precision;
-        let names = units.iter().map(|(unit, members)| (unit, member_names(members)));
+        let names = units
+            .iter()
+            .map(|(unit, members)| (unit, members.iter().map(|member| member.name.as_str())));
         let vars = ShardedVars::new(self.mesh, plan, names, precision, |info, run| {
             initial.items(&declared[position(&inventory, info.name())], run, home)
         })?;
@@ -189,7 +191,7 @@ impl Description<'_> {
 
 /// Checks that all slots with the same shard have equal values: replicated parameters, and shards
 /// in other groups.
-pub(super) fn check_replicas_equal(mesh: &DeviceMesh, model: &Model) -> Result<()> {
+pub(crate) fn check_replicas_equal(mesh: &DeviceMesh, model: &Model) -> Result<()> {
     let Model { vars, inventory, .. } = model;
     let plan = vars.plan();
     let group = plan.shard_group().as_usize();
@@ -223,10 +225,6 @@ pub(super) fn check_replicas_equal(mesh: &DeviceMesh, model: &Model) -> Result<(
 
 fn unit_names(units: &[(String, Vec<Member>)]) -> Vec<&str> {
     units.iter().map(|(name, _)| name.as_str()).collect()
-}
-
-fn member_names(members: &[Member]) -> impl Iterator<Item = &str> {
-    members.iter().map(|member| member.name.as_str())
 }
 
 /// Replaces the kept data of each unit by the kept data of the plan.

@@ -12,7 +12,7 @@ use std::{
 
 use candle_core::{Result as CandleResult, Tensor};
 use candle_nn::Optimizer;
-use pmap_mesh::{DeviceMesh, Replica};
+use pmap_mesh::Replica;
 
 use self::accumulated::Accumulated;
 use crate::{
@@ -45,11 +45,6 @@ pub(crate) struct Sharded {
 }
 
 impl Sharded {
-    /// Checks that shards stored by several slots are equal.
-    pub(crate) fn check_in_sync(&self, mesh: &DeviceMesh) -> Result<()> {
-        build::check_replicas_equal(mesh, &self.model)
-    }
-
     /// Drops accumulated gradients.
     pub(crate) fn discard_accumulated(&self) {
         self.accumulated.iter().for_each(|slot| *lock(slot) = Accumulated::default());
@@ -113,7 +108,7 @@ impl<'a, O> ShardedPass<'a, O> {
         let order = self.order.get().filter(|_| is_ok).cloned();
         model.note_order(goal.differentiates(), order);
         if is_ok && let Some(units) = self.entered_units.get() {
-            model.note_repeatable(units.clone());
+            model.repeatable().extend(units.iter().cloned());
         }
     }
 
@@ -151,7 +146,7 @@ impl<O: Optimizer + Send + 'static> ShardedPass<'_, O> {
         let goal = self.rules().goal;
         let updates = (self.layout.model.updates_in_backward && goal == Goal::Update)
             .then(|| Arc::clone(slot) as Arc<dyn UpdatesInBackward>);
-        let session = Session::new(ctx, &self.common, updates)?;
+        let session = Session::new(ctx, &self.common, updates, false)?;
         let shard_loss = run_loss(&session, loss)?;
         if !goal.differentiates() {
             session.finish_gathering()?;

@@ -13,6 +13,7 @@ use self::{
     numbers::{Numbers, Outcome},
     open::open,
 };
+use crate::device::shares_memory;
 
 /// The update rule of an optimizer for an item with `N` numbers of state.
 pub(super) trait Rule<const N: usize>: Sync {
@@ -113,7 +114,7 @@ impl Variable {
         opened.extend(self.master.as_ref().map(|_| self.var.as_tensor()));
         // Opening a storage takes its write lock, which would deadlock with the read lock held on
         // the gradient.
-        let grad = if opened.iter().any(|opened| same_storage(opened, grad)) {
+        let grad = if opened.iter().any(|opened| shares_memory(opened, grad)) {
             &grad.copy()?
         } else {
             grad
@@ -155,12 +156,6 @@ impl Variable {
         let var = var.to_dtype(DType::F32)?;
         rounded.ne(&var)?.where_cond(&var, &master)
     }
-}
-
-/// Returns true if two tensors share a storage, by address because candle has no comparison.
-fn same_storage(left: &Tensor, right: &Tensor) -> bool {
-    let address = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0).addr();
-    address(left) == address(right)
 }
 
 #[cfg(test)]

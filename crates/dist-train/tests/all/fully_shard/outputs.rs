@@ -74,14 +74,6 @@ fn several_outputs_agree_to_rounding() {
 }
 
 #[test]
-fn several_outputs_pass_the_check() {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let mut model = FullyShard::builder(&mesh, layers::<3>).build(adam).unwrap();
-    let report = model.check_gradients(input(6), pairs).unwrap();
-    assert_eq!(report.prefixes.len(), UNITS);
-}
-
-#[test]
 fn unrepeatable_unused_output_is_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model =

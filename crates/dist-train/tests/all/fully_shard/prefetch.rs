@@ -2,37 +2,11 @@
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Module, linear};
-use core_types::Placement;
 use dist_train::{Error, FullyShard, Keep, TrainingError, Units};
 use pmap_mesh::{DeviceMesh, Replica};
 
-use super::model::{KEEPS, adam, batch, loss, sharded};
+use super::model::{KEEPS, adam};
 use crate::support::{bits, input, layers, through};
-
-#[test]
-fn prefetching_sends_nothing_more() {
-    let mesh = DeviceMesh::cpu(3).unwrap();
-    for keep in KEEPS {
-        for prefetch in [1, 2] {
-            let mut model = sharded(&mesh).keep(keep).prefetch(prefetch).build(adam).unwrap();
-            let schedule = model.plan().unwrap().clone();
-            let schedule = schedule.schedule(&model.cost_model().unwrap()).unwrap();
-            for step in 0..3 {
-                let before = mesh.traffic();
-                model.step(batch(6, step), loss).unwrap();
-                for (slot, (after, before)) in mesh.traffic().into_iter().zip(before).enumerate() {
-                    let rank = Placement::new(slot as u64, 3).unwrap().rank();
-                    let handed = schedule.handed_over(rank).unwrap();
-                    let found = after - before;
-                    // The units, the loss, the used parameters, their norm.
-                    assert_eq!(found.all_gather.calls, handed.all_gather.count + 4, "{keep:?}");
-                    assert_eq!(found.reduce_scatter.calls, handed.reduce_scatter.count);
-                    assert_eq!(found.reduce_scatter.bytes, handed.reduce_scatter.bytes);
-                }
-            }
-        }
-    }
-}
 
 /// Orders of units: longer, shorter, swapped, and with a repeated unit.
 const ROUTES: [&[&str]; 6] = [

@@ -1,9 +1,7 @@
 //! Rejected models, plans and losses.
 
 use candle_core::{Device, Result, Tensor, Var};
-use candle_nn::{
-    Module, RmsNorm, VarBuilder, batch_norm, linear, linear_no_bias, ops::dropout, rms_norm,
-};
+use candle_nn::{Module, VarBuilder, batch_norm, linear, linear_no_bias, ops::dropout};
 use core_types::Seed;
 use dist_train::{AdamW, DistributedModel, Error, FullyShard, Keep, TrainingError, Units};
 use fsdp_plan::strategy::{Choice, Full, Hybrid, Layout, ShardingStrategy};
@@ -145,39 +143,6 @@ fn skipped_units_must_be_allowed() {
     assert_eq!(values(&model)[1], before[1]);
 }
 
-/// Declares two blocks of a norm and a layer.
-fn normed_blocks(vb: VarBuilder<'_>) -> Result<()> {
-    (0..2).try_for_each(|block| {
-        rms_norm(3, 1e-5, vb.pp(block).pp("norm"))?;
-        linear(3, 3, vb.pp(block).pp("out")).map(drop)
-    })
-}
-
-/// The residual passes a gradient to earlier units, so only missing parameter gradients show the
-/// fault.
-#[test]
-fn missing_backward_names_the_parameters() {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let by = |norm: fn(&RmsNorm, &Tensor) -> Result<Tensor>| {
-        move |_: &Replica, model: &Units, mut x: Tensor| {
-            for block in ["0", "1"] {
-                x = model.unit(block, &x, move |vb, x| {
-                    let normed = norm(&rms_norm(3, 1e-5, vb.pp("norm"))?, x)?;
-                    x + linear(3, 3, vb.pp("out"))?.forward(&normed)?
-                })?;
-            }
-            x.sqr()?.mean_all()
-        }
-    };
-    for keep in KEEPS {
-        let model = || FullyShard::builder(&mesh, normed_blocks).keep(keep).build(adam).unwrap();
-        let error = refused(model().step(input(4), by(Module::forward)));
-        let missing = vec!["0.norm.weight".to_owned(), "1.norm.weight".to_owned()];
-        assert_eq!(error, TrainingError::NoGradient { missing, trained: 6 });
-        model().step(input(4), by(RmsNorm::forward_diff)).unwrap();
-    }
-}
-
 /// Masks the second unit with random numbers of a seed that the replica draws.
 fn masked(ctx: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
     let drawn = ctx.rng().uniform(())?.to_scalar::<f32>()?;
@@ -301,34 +266,6 @@ fn replicated_units_need_one_order() {
     );
     assert!(is_mismatch, "{error}");
     model.step(input(4), first_unit).unwrap();
-}
-
-#[test]
-fn order_mismatch_names_both_units() {
-    let mesh = DeviceMesh::cpu(3).unwrap();
-    let mut model = FullyShard::builder(&mesh, layers::<2>).build(adam).unwrap();
-    let x = Tensor::ones((6, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
-    let in_order = model.step(x.clone(), |ctx: &Replica, model: &Units, mut x| {
-        let order = if ctx.slot() == 1 { ["1", "0"] } else { ["0", "1"] };
-        for unit in order {
-            x = model.unit(unit, &x, |vb, x| linear(3, 3, vb)?.forward(x))?;
-        }
-        x.sqr()?.mean_all()
-    });
-    let error = in_order.unwrap_err();
-    let Error::Mesh(pmap_mesh::Error::Collective(CollectiveError::Mismatch {
-        left_call,
-        right_call,
-        ..
-    })) = &error
-    else {
-        panic!("{error:?}")
-    };
-    let mut calls = [left_call, right_call];
-    calls.sort();
-    assert!(calls[0].contains("(0, layout"), "{calls:?}");
-    assert!(calls[1].contains("(1, layout"), "{calls:?}");
-    model.step(x, second(|vb, x| linear(3, 3, vb)?.forward(x))).unwrap();
 }
 
 #[test]

@@ -65,6 +65,7 @@ fn checkpoints_load_into_other_units() {
     other.load(&checkpoint).unwrap();
     assert_eq!(parameters(&other), parameters(&model));
 
+    // Checkpoints of other models are rejected.
     let small = |vb: VarBuilder<'_>| linear(3, 3, vb.pp("blocks.0.up")).map(drop);
     let mut small = FullyShard::builder(&mesh, small).build(adam).unwrap();
     let refused = small.load(&checkpoint);
