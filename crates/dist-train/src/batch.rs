@@ -30,16 +30,14 @@ impl BatchShapes {
 
     /// Returns the context of an error, with the shapes of a shard.
     fn describe(&self, local: &[Vec<usize>]) -> String {
-        let mut text = "the loss of a shard".to_owned();
-        for (n, (full, local)) in self.0.iter().zip(local).enumerate() {
-            text += if n == 0 { ", of tensors " } else { ", " };
-            text += &if full == local {
-                format!("{full:?} whole")
-            } else {
-                format!("{full:?} cut to {local:?}")
-            };
+        let mut shapes = Vec::with_capacity(local.len());
+        for (full, local) in self.0.iter().zip(local) {
+            let is_whole = full == local;
+            let cut = if is_whole { "whole".to_owned() } else { format!("cut to {local:?}") };
+            shapes.push(format!("{full:?} {cut}"));
         }
-        text
+        let of = if shapes.is_empty() { "" } else { ", of tensors " };
+        format!("the loss of a shard{of}{}", shapes.join(", "))
     }
 }
 

@@ -150,18 +150,13 @@ impl<I: TensorTree> ValueAndGrad<I> {
         let mut grads = GradStore::default();
         // In parameter order, so that every process reports the same error.
         for (index, sum) in sums {
-            self.check_finite(index, sum)?;
+            if !clip::squared_norm(sum).doing("reading a gradient")?.is_finite() {
+                let shape = sum.dims().to_vec();
+                return Err(TrainingError::NonFiniteGradient { index, shape }.into());
+            }
             grads.insert(&self.params[index], sum.clone());
         }
         Ok((*mean_loss.get().expect("every replica has set the mean"), grads))
-    }
-
-    fn check_finite(&self, index: usize, gradient: &Tensor) -> Result<()> {
-        if clip::squared_norm(gradient).doing("reading a gradient")?.is_finite() {
-            return Ok(());
-        }
-        let shape = gradient.dims().to_vec();
-        Err(TrainingError::NonFiniteGradient { index, shape }.into())
     }
 }
 

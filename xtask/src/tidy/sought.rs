@@ -34,9 +34,11 @@ const SOUGHT: &[(&str, &str, &str)] = &[
     ("crates/finetune", "TextSource::parse", "`--data` of a program's own"),
     ("crates/finetune", "TextSource::with_weight", "Hugging Face's interleave_datasets"),
     ("crates/fsdp-plan", "ParameterInfo::with_always_gather", "FSDP's ignored parameters"),
+    ("crates/fsdp-plan", "ParameterInfo::with_tied_to", "tied weights under two names"),
     ("crates/fsdp-plan", "PlannedParameter::new", "plans of a strategy of one's own"),
     ("crates/fsdp-plan", "ShardingPlan::new", "plans of a strategy of one's own"),
     ("crates/fused-ops", "LayerNorm::new", "candle-nn's constructor"),
+    ("crates/fused-ops", "Linear::with_adapter", "PEFT's layer in a model of one's own"),
     ("crates/fused-ops", "RmsNorm::new", "candle-nn's constructor"),
     ("crates/pmap-mesh", "P::concat", "JAX's out_specs"),
 ];
