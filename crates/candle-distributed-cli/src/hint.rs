@@ -87,7 +87,6 @@ const UNFINISHED: &str = "\
 const OCCUPIED: &str = "resume that run with --resume, or choose another folder";
 const MODEL_MISMATCH: &str = "\
     give --model the original folder, unchanged, or start a new run in another folder";
-const PACKED_ROWS: &str = "a smaller --batch-size or --max-tokens makes steps of fewer rows";
 const MODEL_OPTION: &str = "--model FOLDER names the model to fine-tune, or a run that has ended";
 const LORA_ON: &str = "\
     --lora-on takes names of linear layers, in full or only their last parts: \
@@ -401,7 +400,6 @@ fn finetune_run(error: &RunError) -> Option<&'static str> {
         RunError::NotEnded { .. } => Some(UNFINISHED),
         RunError::Base { .. } => Some(ADAPTER),
         RunError::Occupied { .. } => Some(OCCUPIED),
-        RunError::PackedRows { .. } => Some(PACKED_ROWS),
         RunError::TextMismatch => Some(TEXT),
         RunError::ChangedWhileRead { .. } => Some(CHANGED_WHILE_READ),
         RunError::NoDescription { .. } => Some(NO_SETTINGS),

@@ -12,12 +12,14 @@ use crate::{
     sampler::plan::BatchPlan,
 };
 
-/// Splits, drops or repeats batches so that the world size divides their number. Returns the
-/// indices of the batches, the most expensive first.
+/// Splits, drops or repeats batches so that the world size divides their number, unless the last step
+/// may be short and there are too few sequences to split. Returns the indices of the batches, the most
+/// expensive first.
 pub(crate) fn batches_by_cost<L: SequenceLengths>(
     plan: &mut BatchPlan<L>,
     world_size: WorldSize,
     remainder: StepRemainder,
+    may_be_short: bool,
     cost: Cost,
 ) -> Result<Vec<u32>> {
     let n_batches = plan.len();
@@ -26,8 +28,11 @@ pub(crate) fn batches_by_cost<L: SequenceLengths>(
     let n_missing = if surplus == 0 { 0 } else { n_ranks - surplus };
     let mut n_repeats = 0;
     match remainder {
-        StepRemainder::Split => split_most_padded(plan, n_missing)
-            .ok_or(Error::CannotFillStep { n_batches: n_batches as u64, world_size })?,
+        StepRemainder::Split if n_missing <= n_splits(plan) => split_most_padded(plan, n_missing),
+        StepRemainder::Split if may_be_short => {}
+        StepRemainder::Split => {
+            return Err(Error::CannotFillStep { n_batches: n_batches as u64, world_size });
+        }
         StepRemainder::Drop => {
             for _ in 0..surplus {
                 plan.remove(plan.len() - 1);
@@ -52,10 +57,18 @@ pub(crate) fn batch_cost<L: SequenceLengths>(plan: &BatchPlan<L>, index: usize, 
     cost.for_length(batch.padded_length).saturating_mul(batch.len() as u64)
 }
 
-/// Splits the batch with the most padding, `n` times; returns `None` if no batch can be split.
-fn split_most_padded<L: SequenceLengths>(plan: &mut BatchPlan<L>, n: usize) -> Option<()> {
+/// Returns the number of times that batches can be split, until each has one group of sequences.
+fn n_splits<L: SequenceLengths>(plan: &BatchPlan<L>) -> usize {
+    let group_len = plan.limits().group_len();
+    let n_groups = |index| plan.planned_batch(index).len().div_ceil(group_len);
+    (0..plan.len()).map(|index| n_groups(index).saturating_sub(1)).sum()
+}
+
+/// Splits the batch with the most padding, `n` times, at most [`n_splits`].
+#[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
+fn split_most_padded<L: SequenceLengths>(plan: &mut BatchPlan<L>, n: usize) {
     if n == 0 {
-        return Some(());
+        return;
     }
     let group_len = plan.limits().group_len();
     // Ties go to the batch with the most tokens, then to the first.
@@ -66,7 +79,7 @@ fn split_most_padded<L: SequenceLengths>(plan: &mut BatchPlan<L>, n: usize) -> O
     let mut queue: BinaryHeap<_> = (0..plan.len()).map(|index| priority(plan, index)).collect();
     for _ in 0..n {
         let index = loop {
-            let (_, _, Reverse(index)) = queue.pop()?;
+            let (_, _, Reverse(index)) = queue.pop().expect("a batch is left to split");
             if plan.planned_batch(index).len() > group_len {
                 break index;
             }
@@ -75,7 +88,6 @@ fn split_most_padded<L: SequenceLengths>(plan: &mut BatchPlan<L>, n: usize) -> O
         queue.push(priority(plan, index));
         queue.push(priority(plan, plan.len() - 1));
     }
-    Some(())
 }
 
 /// Returns the number of first sequences to split off for the least padding. The batch must have

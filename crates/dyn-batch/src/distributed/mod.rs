@@ -67,6 +67,8 @@ pub struct DistributedBatchSampler<L> {
     batches: DynamicBatchSampler<Arc<L>>,
     placement: Placement,
     config: DistributedConfig,
+    /// Whether the last step may have fewer batches.
+    may_end_short: bool,
 }
 
 impl<L: SequenceLengths> DistributedBatchSampler<L> {
@@ -83,10 +85,19 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
         placement: Placement,
         config: DistributedConfig,
     ) -> Result<Self> {
-        let sampler = Self { batches: batches.into_shared(), placement, config };
+        let batches = batches.into_shared();
+        let sampler = Self { batches, placement, config, may_end_short: false };
         // Contradictory limits are an error here, not in the first epoch.
         sampler.check(placement.world_size())?;
         Ok(sampler)
+    }
+
+    /// Lets the last step of an epoch have the batches that are left, if there are too few sequences to
+    /// split. Its last ranks then have none, so this is for readers of [`Steps::all_ranks`] only.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn with_short_last_step(self) -> Self {
+        Self { may_end_short: true, ..self }
     }
 
     fn check(&self, world_size: WorldSize) -> Result<()> {

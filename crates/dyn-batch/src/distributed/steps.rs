@@ -289,9 +289,20 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
         let n_batches = plan.len() as u64;
         let per_step = WorldSize::new(world_size.as_u64().saturating_mul(accumulation))
             .map_err(|_| Error::CannotFillStep { n_batches, world_size })?;
-        let by_cost = batches_by_cost(&mut plan, per_step, config.remainder, config.cost)?;
-        let batch_indices = order_steps(by_cost, world_size.as_usize(), seed);
-        Ok(PlannedSteps { plan, cut, batch_indices, sizes: StepSizes::Equal(per_step.as_usize()) })
+        let may_be_short = self.may_end_short;
+        let mut by_cost =
+            batches_by_cost(&mut plan, per_step, config.remainder, may_be_short, config.cost)?;
+        let per_step = per_step.as_usize();
+        let n_steps = by_cost.len() / per_step;
+        let short_step = by_cost.split_off(n_steps * per_step);
+        let mut batch_indices = order_steps(by_cost, world_size.as_usize(), seed);
+        let mut sizes = StepSizes::Equal(per_step);
+        if !short_step.is_empty() {
+            batch_indices.extend(short_step);
+            let ends = (1..=n_steps).map(|nth| nth * per_step);
+            sizes = StepSizes::Ends(ends.chain([batch_indices.len()]).collect());
+        }
+        Ok(PlannedSteps { plan, cut, batch_indices, sizes })
     }
 
     fn plan_dealt(
@@ -445,7 +456,7 @@ impl<L: SequenceLengths> Steps<L> {
     }
 
     /// Returns the batches of all ranks in a step, for each micro-step rank by rank, or `None` if there
-    /// are fewer steps.
+    /// are fewer steps. The last micro-step may lack ranks if the last step may be short.
     #[doc(hidden)]
     pub fn all_ranks(&self, step: usize) -> Option<Vec<Vec<Batch>>> {
         let n_ranks = self.placement.world_size().as_usize();

@@ -17,7 +17,7 @@ use dyn_batch::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result, run::RunError};
+use crate::error::{Result, run::RunError};
 
 /// Default maximum of padded tokens in a batch over all devices.
 const DEFAULT_MAX_TOKENS: u64 = 4096;
@@ -189,7 +189,8 @@ impl BatchSchedule {
         let batches = DynamicBatchSampler::new(lengths, batch_config)?;
         let placement = Placement::new(0, batching.n_batches)?;
         let steps = DistributedBatchSampler::new(batches, placement, step_config)?;
-        Ok(Self { orders, n_parts, steps })
+        // Packed rows that are left at the end of an epoch are a step of their own.
+        Ok(Self { orders, n_parts, steps: steps.with_short_last_step() })
     }
 
     /// Returns the padding of the first epoch, and the batches of each of its micro-batches, if the
@@ -197,7 +198,7 @@ impl BatchSchedule {
     ///
     /// # Errors
     ///
-    /// [`RunError::PackedRows`] if the sequences fill fewer rows than a step needs.
+    /// [`Error::Batch`] if there are 2^32 sequences or more.
     pub(crate) fn first_epoch(&self) -> Result<(PaddingReport, Vec<Vec<Batch>>)> {
         let steps = self.plan(Epoch::ZERO, self.order_at(Epoch::ZERO, 0).iter())?;
         let micro_batches = (0..steps.len()).filter_map(|nth| steps.all_ranks(nth)).flatten();
@@ -209,8 +210,7 @@ impl BatchSchedule {
     ///
     /// # Errors
     ///
-    /// [`Error::Batch`] if the state belongs to another schedule, since the text has changed, and
-    /// [`RunError::PackedRows`] if the sequences fill fewer rows than a step needs.
+    /// [`Error::Batch`] if the state belongs to another schedule, since the text has changed.
     pub(crate) fn steps_done(&self, state: Option<&BatchState>) -> Result<u64> {
         let epoch = state.map_or(Epoch::ZERO, |state| state.epoch);
         Ok(self.epoch_steps(epoch, state)?.n_done)
@@ -307,13 +307,7 @@ impl BatchSchedule {
         epoch: Epoch,
         sequences: impl IntoIterator<Item = u64>,
     ) -> Result<Steps<Vec<u64>>> {
-        self.steps.epoch(epoch, sequences).map_err(|error| match error {
-            // Each batch is a packed row, so the "ranks" of the sampler are the rows of a step.
-            dyn_batch::Error::CannotFillStep { n_batches: n_rows, world_size: rows_per_step } => {
-                RunError::PackedRows { n_rows, expected: rows_per_step }.into()
-            }
-            error => Error::from(error),
-        })
+        Ok(self.steps.epoch(epoch, sequences)?)
     }
 
     /// Returns the order of an epoch with the weights at one of its steps.
@@ -474,6 +468,33 @@ mod tests {
         let bucketed = Batching::bucketed(128);
         let plain = BatchSchedule::new((10..60).collect(), Seed::new(0), &bucketed).unwrap();
         resumes(&Arc::new(mixed(&bucketed)), &Arc::new(plain));
+    }
+
+    #[test]
+    fn last_step_has_the_packed_rows_that_are_left() {
+        let strategy = DynamicBatchStrategy::Pack(Packing::BestFit);
+        // Two sequences never fit one row, so that no row can be split.
+        for (n_sequences, n_batches, accumulate, last_step) in [
+            (7, 4, None, &[3][..]),
+            (3, 32, None, &[3]),
+            (11, 2, Some(2), &[2, 1]),
+            (13, 2, Some(2), &[1]),
+        ] {
+            let strategy = strategy.clone();
+            let batching =
+                Batching { strategy, n_batches, accumulate, ..Batching::bucketed(16) };
+            let lengths = vec![16; n_sequences];
+            let schedule = BatchSchedule::new(lengths.clone(), Seed::new(0), &batching).unwrap();
+            let steps = schedule.epoch_steps(Epoch::ZERO, None).unwrap().steps;
+            let n_rows: Vec<usize> =
+                steps.last().unwrap().micro_batches.iter().map(Vec::len).collect();
+            assert_eq!(n_rows, last_step, "{n_sequences} rows");
+            let mut indices = indices_of(&steps);
+            indices.sort_unstable();
+            assert_eq!(indices, (0..n_sequences as u64).collect::<Vec<u64>>());
+            let other = BatchSchedule::new(vec![3, 2], Seed::new(0), &batching).unwrap();
+            resumes(&Arc::new(schedule), &Arc::new(other));
+        }
     }
 
     fn weights(from_epoch: u64, from_step: u64, weights: [u64; 2]) -> MixtureWeights {

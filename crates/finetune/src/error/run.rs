@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use core_types::{WorldSize, human::Printable};
+use core_types::human::Printable;
 
 use crate::error::Error;
 
@@ -106,14 +106,6 @@ pub enum RunError {
     Occupied {
         /// The folder.
         path: PathBuf,
-    },
-    /// The texts fill fewer rows than a step has.
-    #[error("the texts fill {n_rows} packed rows, but a step has {expected}")]
-    PackedRows {
-        /// Number of rows of an epoch.
-        n_rows: u64,
-        /// Rows of a step.
-        expected: WorldSize,
     },
     /// The last possible epoch has ended.
     #[error("no epoch comes after the last of 2^64")]

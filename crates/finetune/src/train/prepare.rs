@@ -292,7 +292,7 @@ impl PreparedRun {
     ///
     /// # Errors
     ///
-    /// [`RunError::PackedRows`] if the sequences fill fewer rows than a step has.
+    /// [`Error::Batch`](crate::Error::Batch) if there are 2^32 sequences or more.
     pub fn first_epoch(&self) -> Result<PaddingReport> {
         Ok(self.schedule.first_epoch()?.0)
     }
