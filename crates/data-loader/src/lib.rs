@@ -64,6 +64,7 @@ pub use crate::{
     read::{
         jsonl::JsonlDataset,
         line_index::IndexPlace,
+        listing::list_files,
         npy::{
             NpyDataset, NumberArray,
             dtype::{NpyDtype, NpyElement, NpyNumber},

@@ -6,6 +6,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use data_loader::list_files;
+
 use crate::error::{Error, Result};
 
 /// The file with the sizes and properties of a model.
@@ -77,41 +79,20 @@ fn open(path: &Path) -> io::Result<File> {
 /// of runs are left out, since a run does not learn from its own files. The list of a file is the
 /// file itself.
 pub(crate) fn list(path: &Path) -> Result<Vec<PathBuf>> {
-    let mut files = Vec::new();
-    add_files(path, &mut files)?;
-    Ok(files)
+    list_files(path, is_run).map_err(|error| match error {
+        data_loader::Error::Io { path, cause } => Error::Io { path, cause },
+        error => error.into(),
+    })
 }
 
-/// Adds the files under `path` to `files`, sorted.
-fn add_files(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
-    let metadata = fs::metadata(path).map_err(|cause| Error::io(path, cause))?;
-    if !metadata.is_dir() {
-        // Pipes and devices are left out, since they may never end.
-        files.extend(metadata.is_file().then(|| path.to_path_buf()));
-        return Ok(());
-    }
-    if is_run(path) {
-        tracing::warn!("{} holds a run, so its files are not read as texts", path.display());
-        return Ok(());
-    }
-    let mut entries = entries(path).map_err(|cause| Error::io(path, cause))?;
-    entries.retain(|entry| !is_hidden(entry));
-    entries.sort();
-    entries.iter().try_for_each(|entry| add_files(entry, files))
-}
-
-/// Returns true if a folder is that of a run.
+/// Returns true if a folder is that of a run, with a warning.
 fn is_run(folder: &Path) -> bool {
-    folder.join(RUN_JSON).is_file()
-        && ["metrics.jsonl", "checkpoints"].iter().any(|name| folder.join(name).exists())
-}
-
-fn entries(folder: &Path) -> io::Result<Vec<PathBuf>> {
-    fs::read_dir(folder)?.map(|entry| entry.map(|entry| entry.path())).collect()
-}
-
-fn is_hidden(path: &Path) -> bool {
-    path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."))
+    let is_run = folder.join(RUN_JSON).is_file()
+        && ["metrics.jsonl", "checkpoints"].iter().any(|name| folder.join(name).exists());
+    if is_run {
+        tracing::warn!("{} holds a run, so its files are not read as texts", folder.display());
+    }
+    is_run
 }
 
 #[cfg(test)]
@@ -148,6 +129,13 @@ mod tests {
             std::os::unix::fs::symlink("nowhere", dir.path().join("dangling")).unwrap();
             let dangling = list(dir.path()).unwrap_err().to_string();
             assert!(dangling.contains("dangling: "), "{dangling}");
+            fs::remove_file(dir.path().join("dangling")).unwrap();
+            // Two such links in a folder have 2^40 paths before the system ends them.
+            for name in ["first", "second"] {
+                std::os::unix::fs::symlink(".", dir.path().join(name)).unwrap();
+            }
+            let endless = list(dir.path()).unwrap_err().to_string();
+            assert!(endless.contains("a link to a folder that contains it"), "{endless}");
         }
     }
 }

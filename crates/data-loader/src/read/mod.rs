@@ -4,6 +4,7 @@ pub(crate) mod file;
 pub(crate) mod indexed_text;
 pub(crate) mod jsonl;
 pub(crate) mod line_index;
+pub(crate) mod listing;
 pub(crate) mod npy;
 pub(crate) mod open_cache;
 pub(crate) mod rows;

@@ -1,11 +1,6 @@
 //! Lines, paragraphs or whole files of text.
 
-use std::{
-    collections::BTreeSet,
-    fs, io,
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::{collections::BTreeSet, path::Path, sync::Arc};
 
 use core_types::{Fingerprint, Seed};
 use dyn_batch::SequenceLengths;
@@ -20,6 +15,7 @@ use crate::{
         file::DataFile,
         indexed_text::IndexedText,
         line_index::{INDEX_EXTENSION, IndexPlace},
+        listing::list_files,
         open_cache::OpenCache,
         split_text::{MIN_SAMPLE_BYTES, SplitRule, TextUnit},
     },
@@ -137,7 +133,8 @@ impl TextDataset {
         }
         let rule =
             SplitRule { unit: config.unit, skips_blank_lines: false, max_bytes: config.max_bytes };
-        let files = list_files(path)?;
+        let is_index = |path: &Path| path.extension().is_some_and(|end| end == INDEX_EXTENSION);
+        let files = list_files(path, is_index)?;
         let texts = files.iter().map(|file| IndexedText::open(file, rule, &config.index));
         let texts = texts.collect::<Result<Arc<[_]>>>()?;
         let ends = ends_of(texts.iter().map(|text| text.index.len())).into();
@@ -180,40 +177,6 @@ impl TextDataset {
             TextUnit::Document => text.replace("\r\n", "\n"),
         }
     }
-}
-
-/// Returns the file at `path`, or the files below a folder in the order of their paths.
-fn list_files(path: &Path) -> Result<Vec<PathBuf>> {
-    if !path.is_dir() {
-        return Ok(vec![path.into()]);
-    }
-    let mut files = Vec::new();
-    add_files(path, &mut Vec::new(), &mut files)?;
-    files.sort();
-    Ok(files)
-}
-
-/// Adds the files below `folder`. `parents` are the folders that contain it, without links.
-fn add_files(folder: &Path, parents: &mut Vec<PathBuf>, files: &mut Vec<PathBuf>) -> Result<()> {
-    let target = fs::canonicalize(folder).map_err(Error::io(folder))?;
-    if parents.contains(&target) {
-        let cause = io::Error::other("it is a link to a folder that contains it");
-        return Err(Error::io(folder)(cause));
-    }
-    parents.push(target);
-    for entry in fs::read_dir(folder).map_err(Error::io(folder))? {
-        let path = entry.map_err(Error::io(folder))?.path();
-        let is_hidden =
-            path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
-        let is_index = path.extension().is_some_and(|end| end == INDEX_EXTENSION);
-        match path.is_dir() {
-            _ if is_hidden || is_index => {}
-            true => add_files(&path, parents, files)?,
-            false => files.push(path),
-        }
-    }
-    parents.pop();
-    Ok(())
 }
 
 impl Dataset for TextDataset {

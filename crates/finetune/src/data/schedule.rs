@@ -481,8 +481,7 @@ mod tests {
             (13, 2, Some(2), &[1]),
         ] {
             let strategy = strategy.clone();
-            let batching =
-                Batching { strategy, n_batches, accumulate, ..Batching::bucketed(16) };
+            let batching = Batching { strategy, n_batches, accumulate, ..Batching::bucketed(16) };
             let lengths = vec![16; n_sequences];
             let schedule = BatchSchedule::new(lengths.clone(), Seed::new(0), &batching).unwrap();
             let steps = schedule.epoch_steps(Epoch::ZERO, None).unwrap().steps;
