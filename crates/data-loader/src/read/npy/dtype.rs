@@ -97,9 +97,9 @@ pub trait NpyElement: Copy + Send + Sync + fmt::Debug + 'static + private::Seale
     /// Type in the array.
     const DTYPE: NpyDtype;
 
-    /// Converts a number, or returns `None` if an integer would change.
+    /// Decodes numbers of this type. The bytes of an incomplete one are left out.
     #[doc(hidden)]
-    fn from_number(number: NpyNumber) -> Option<Self>;
+    fn decode_all(bytes: &[u8]) -> Vec<Self>;
 }
 
 mod private {
@@ -108,7 +108,7 @@ mod private {
 }
 
 macro_rules! elements {
-    ($($type:ty: $kind:literal, $convert:ident;)*) => {
+    ($($type:ty: $kind:literal;)*) => {
         const KNOWN_DTYPES: &[NpyDtype] = &[$(<$type>::DTYPE),*];
 
         $(
@@ -118,44 +118,27 @@ macro_rules! elements {
             const DTYPE: NpyDtype =
                 NpyDtype { kind: $kind, n_bytes: size_of::<$type>() };
 
-            fn from_number(number: NpyNumber) -> Option<Self> {
-                $convert(number)
+            fn decode_all(bytes: &[u8]) -> Vec<Self> {
+                let numbers = bytes.chunks_exact(size_of::<Self>()).map(|chunk| {
+                    let mut number = [0; size_of::<Self>()];
+                    number.copy_from_slice(chunk);
+                    Self::from_le_bytes(number)
+                });
+                numbers.collect()
             }
         }
     )*};
 }
 
 elements! {
-    i8: 'i', integer;
-    i16: 'i', integer;
-    i32: 'i', integer;
-    i64: 'i', integer;
-    u8: 'u', integer;
-    u16: 'u', integer;
-    u32: 'u', integer;
-    u64: 'u', integer;
-    f32: 'f', single;
-    f64: 'f', double;
-}
-
-fn integer<T: TryFrom<i64> + TryFrom<u64>>(number: NpyNumber) -> Option<T> {
-    match number {
-        NpyNumber::Signed(number) => number.try_into().ok(),
-        NpyNumber::Unsigned(number) => number.try_into().ok(),
-        NpyNumber::Real(_) => None,
-    }
-}
-
-#[expect(clippy::cast_possible_truncation, reason = "conversions to real numbers round")]
-fn single(number: NpyNumber) -> Option<f32> {
-    double(number).map(|number| number as f32)
-}
-
-#[expect(clippy::unnecessary_wraps, reason = "the signature of conversions to integers")]
-fn double(number: NpyNumber) -> Option<f64> {
-    Some(match number {
-        NpyNumber::Signed(number) => number as f64,
-        NpyNumber::Unsigned(number) => number as f64,
-        NpyNumber::Real(number) => number,
-    })
+    i8: 'i';
+    i16: 'i';
+    i32: 'i';
+    i64: 'i';
+    u8: 'u';
+    u16: 'u';
+    u32: 'u';
+    u64: 'u';
+    f32: 'f';
+    f64: 'f';
 }

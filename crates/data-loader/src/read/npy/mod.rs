@@ -10,10 +10,7 @@ use crate::{
     error::{BoxError, Error, NpyFault, Result},
     read::{
         file::DataFile,
-        npy::{
-            dtype::{NpyDtype, NpyElement},
-            header::NpyHeader,
-        },
+        npy::{dtype::NpyElement, header::NpyHeader},
         rows::FileRows,
     },
 };
@@ -56,7 +53,6 @@ pub struct NumberArray<T> {
 #[derive(Debug)]
 pub struct NpyDataset<T> {
     rows: FileRows,
-    dtype: NpyDtype,
     row_shape: Vec<usize>,
     /// Whether the first dimension of a sample is the length of a window.
     has_windows: bool,
@@ -64,46 +60,25 @@ pub struct NpyDataset<T> {
 }
 
 impl<T: NpyElement> NpyDataset<T> {
-    /// Opens an array of exactly this type.
+    /// Opens an array of exactly this type. Tensors convert, as in `stack(…)?.to_dtype(DType::F32)?`.
     ///
     /// # Errors
     ///
     /// [`Error::Io`], or [`Error::Npy`] if the file is not an array of this type in C order with at
     /// least one dimension, or has another length than the array.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
-        let array = Self::open_any(path.as_ref())?;
-        if array.dtype == T::DTYPE { Ok(array) } else { Err(array.dtype_mismatch()) }
-    }
-
-    /// Opens an array of any type, and converts its numbers to `T`.
-    ///
-    /// Conversions to real numbers round. Conversions between integers are exact: a number that is
-    /// out of range is an error when it is read.
-    ///
-    /// # Errors
-    ///
-    /// The errors of [`open`](Self::open), also for an array of real numbers if `T` is an integer.
-    pub fn open_as(path: impl AsRef<Path>) -> Result<Self> {
-        let array = Self::open_any(path.as_ref())?;
-        let is_possible = T::DTYPE.is_real() || !array.dtype.is_real();
-        if is_possible { Ok(array) } else { Err(array.dtype_mismatch()) }
-    }
-
-    fn dtype_mismatch(&self) -> Error {
-        let (found, expected) = (self.dtype.to_string(), T::DTYPE.to_string());
-        npy_error(&self.rows.file, NpyFault::DtypeMismatch { found, expected })
-    }
-
-    fn open_any(path: &Path) -> Result<Self> {
-        let file = DataFile::open(path)?;
+        let file = DataFile::open(path.as_ref())?;
         let mut source = file.reader_at(0);
         let header = NpyHeader::read(&mut source).map_err(|fault| npy_error(&file, fault))?;
         let data_start = source.position;
         let (n_rows, row_shape, row_bytes) = check_shape(&header, data_start, file.len())
             .map_err(|fault| npy_error(&file, fault))?;
+        if header.dtype != T::DTYPE {
+            let (found, expected) = (header.dtype.to_string(), T::DTYPE.to_string());
+            return Err(npy_error(&file, NpyFault::DtypeMismatch { found, expected }));
+        }
         let rows = FileRows::new(file, data_start, n_rows, row_bytes);
-        let dtype = header.dtype;
-        Ok(Self { rows, dtype, row_shape, has_windows: false, element: PhantomData })
+        Ok(Self { rows, row_shape, has_windows: false, element: PhantomData })
     }
 
     /// Makes each `length` neighboring rows a sample; samples begin `stride` rows apart.
@@ -113,21 +88,6 @@ impl<T: NpyElement> NpyDataset<T> {
     /// [`Error::Setting`] for a length or stride of 0.
     pub fn windows(self, length: u64, stride: u64) -> Result<Self> {
         Ok(Self { rows: self.rows.windows(length, stride)?, has_windows: true, ..self })
-    }
-
-    fn decode(&self, bytes: &[u8]) -> Result<Vec<T>, BoxError> {
-        let n_bytes = self.dtype.n_bytes();
-        let mut values = Vec::with_capacity(bytes.len() / n_bytes);
-        for chunk in bytes.chunks_exact(n_bytes) {
-            let mut word = [0; 8];
-            word[..n_bytes].copy_from_slice(chunk);
-            let number = self.dtype.decode(word);
-            let value = T::from_number(number);
-            values.push(value.ok_or_else(|| {
-                format!("{number:?} in {} is no {}", self.rows.file.path.display(), T::DTYPE)
-            })?);
-        }
-        Ok(values)
     }
 }
 
@@ -170,7 +130,7 @@ impl<T: NpyElement> Dataset for NpyDataset<T> {
     }
 
     fn read(&self, index: u64) -> Result<NumberArray<T>, BoxError> {
-        let values = self.decode(&self.rows.read(index)?)?;
+        let values = T::decode_all(&self.rows.read(index)?);
         let mut shape = self.row_shape.clone();
         if self.has_windows {
             shape.insert(0, usize::try_from(self.rows.length)?);
