@@ -3,7 +3,7 @@
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, Condvar, Mutex,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
         mpsc,
     },
@@ -17,7 +17,7 @@ use data_loader::{
 use dist_sampler::{
     DistributedSampler, MixtureEnd, MixturePart, Order, Partition, SamplerConfig, Tail,
 };
-use dyn_batch::{BatchConfig, DynamicBatchStrategy};
+use dyn_batch::{BatchConfig, Overlong};
 
 type Batches = Vec<Vec<u64>>;
 
@@ -37,42 +37,6 @@ fn epoch_of<D: Dataset<Item = u64> + 'static>(builder: LoaderBuilder<D>, epoch: 
     let batches: Batches = loader.collect::<Result<_, _>>().unwrap();
     assert_eq!(batches.len(), n_batches);
     batches
-}
-
-/// Numbers that threads finish out of order: every other read waits until `lookahead` later reads
-/// have begun.
-struct SlowFirst {
-    n: u64,
-    n_begun: Mutex<u64>,
-    begun: Condvar,
-    lookahead: u64,
-}
-
-impl Dataset for SlowFirst {
-    type Item = u64;
-
-    fn len(&self) -> u64 {
-        self.n
-    }
-
-    fn read(&self, index: u64) -> Result<u64, BoxError> {
-        let mut n_begun = self.n_begun.lock().unwrap();
-        *n_begun += 1;
-        self.begun.notify_all();
-        let target = (*n_begun + self.lookahead).min(self.n);
-        if *n_begun % 2 == 1 {
-            drop(self.begun.wait_while(n_begun, |n_begun| *n_begun < target).unwrap());
-        }
-        Ok(index)
-    }
-}
-
-#[test]
-fn late_first_batches_keep_their_place() {
-    let (n_begun, begun) = (Mutex::new(0), Condvar::new());
-    let dataset = SlowFirst { n: 40, n_begun, begun, lookahead: 1 };
-    let batches = epoch_of(DataLoader::builder(dataset).batch_size(1).num_workers(3), 0);
-    assert_eq!(batches.concat(), (0..40).collect::<Vec<_>>());
 }
 
 #[test]
@@ -381,69 +345,23 @@ fn contradictory_settings_are_rejected() {
 }
 
 #[test]
-fn planned_batches_respect_their_lengths() {
-    let lengths: Vec<u64> = (0..200).map(|n| 1 + n % 37).collect();
-    let strategy = DynamicBatchStrategy::Dynamic;
-    let config = BatchConfig::default().with_max_tokens(128).with_strategy(strategy);
-    for n_workers in [0, 2] {
-        let mut seen = Vec::new();
-        let mut n_batches = Vec::new();
-        for rank in 0..3 {
-            let mut loader = DataLoader::builder(lengths.clone())
-                .batches(config.clone(), lengths.clone())
-                .shuffle(Seed::new(5))
-                .placement(Placement::new(rank, 3).unwrap())
-                .num_workers(n_workers)
-                .collate(Ok)
-                .unwrap();
-            loader.set_epoch(Epoch::new(1)).unwrap();
-            n_batches.push(loader.len());
-            for (number, samples) in loader.map(Result::unwrap).enumerate() {
-                assert_eq!(samples.number, number as u64);
-                assert_eq!(samples.batch.real_tokens, samples.items.iter().sum::<u64>());
-                assert!(samples.batch.padded_tokens() <= 128);
-                seen.extend(samples.batch.indices);
-            }
-        }
-        assert!(n_batches.iter().all(|n| *n == n_batches[0]));
-        seen.sort_unstable();
-        assert_eq!(seen, (0..200).collect::<Vec<_>>());
-    }
-}
-
-#[test]
 fn skipped_samples_shrink_planned_batches() {
     let lengths: Vec<u64> = (1..=8).collect();
-    let dataset = lengths.clone().map(|n| if n == 3 { Err("corrupt".into()) } else { Ok(n) });
-    let config = BatchConfig::default().with_max_batch_size(4);
-    let mut loader = DataLoader::builder(dataset)
-        .batches(config, lengths)
-        .on_error(OnError::Skip { at_most: 1 })
-        .collate(|samples| Ok((samples.with_lengths(|n| *n)?, samples.batch)))
-        .unwrap();
-    loader.set_epoch(Epoch::ZERO).unwrap();
-    let (positions, batch) = loader.next().unwrap().unwrap();
-    assert_eq!((batch.indices, batch.rows), (vec![0, 1, 3], 4));
-    assert_eq!((batch.padded_length, batch.real_tokens), (4, 7));
-    assert_eq!((positions.indices, positions.rows), (vec![0, 1, 2], 4));
-}
-
-#[test]
-fn skipped_samples_leave_truncated_lengths() {
-    let lengths: Vec<u64> = (1..=4).collect();
-    let dataset = lengths.clone().map(|n| if n == 3 { Err("corrupt".into()) } else { Ok(n) });
-    let config = BatchConfig::default()
-        .with_max_batch_size(4)
-        .with_max_sequence_length(2)
-        .with_overlong(dyn_batch::Overlong::Truncate);
-    let mut loader = DataLoader::builder(dataset)
-        .batches(config, lengths)
-        .on_error(OnError::Skip { at_most: 1 })
-        .collate(|samples: SampleBatch<u64>| Ok(samples.batch))
-        .unwrap();
-    loader.set_epoch(Epoch::ZERO).unwrap();
-    let batch = loader.next().unwrap().unwrap();
-    assert_eq!((batch.padded_length, batch.real_tokens), (2, 1 + 2 + 2));
+    let config = || BatchConfig::default().with_max_batch_size(4);
+    let truncated = config().with_max_sequence_length(2).with_overlong(Overlong::Truncate);
+    for (config, length, tokens) in [(config(), 4, 7), (truncated, 2, 1 + 2 + 2)] {
+        let dataset = lengths.clone().map(|n| if n == 3 { Err("corrupt".into()) } else { Ok(n) });
+        let mut loader = DataLoader::builder(dataset)
+            .batches(config, lengths.clone())
+            .on_error(OnError::Skip { at_most: 1 })
+            .collate(|samples| Ok((samples.with_lengths(|n| *n)?, samples.batch)))
+            .unwrap();
+        loader.set_epoch(Epoch::ZERO).unwrap();
+        let (positions, batch) = loader.next().unwrap().unwrap();
+        assert_eq!((batch.indices, batch.rows), (vec![0, 1, 3], 4));
+        assert_eq!((batch.padded_length, batch.real_tokens), (length, tokens));
+        assert_eq!((positions.indices, positions.rows), (vec![0, 1, 2], 4));
+    }
 }
 
 #[test]

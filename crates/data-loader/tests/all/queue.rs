@@ -48,10 +48,20 @@ fn early_results_wait_their_turn() {
 
 #[test]
 fn depth_limits_started_results() {
-    for (threads, depth) in [(1, 1), (1, 3), (3, 2), (2, 5)] {
+    // By default, two for each thread.
+    for (threads, given, depth) in [
+        (1, Some(1), 1),
+        (1, Some(3), 3),
+        (3, Some(2), 2),
+        (2, Some(5), 5),
+        (0, None, 0),
+        (3, None, 6),
+    ] {
         let asked = AtomicUsize::new(0);
         let items = (0..20).inspect(|_| _ = asked.fetch_add(1, Ordering::Relaxed));
-        let mut results = prefetch(items).threads(threads).depth(depth).map(work).unwrap();
+        let results = prefetch(items).threads(threads);
+        let results = if let Some(depth) = given { results.depth(depth) } else { results };
+        let mut results = results.map(work).unwrap();
         assert_eq!(asked.load(Ordering::Relaxed), 0, "before the first result");
         for taken in 1..=20 {
             results.next().unwrap();
@@ -59,17 +69,6 @@ fn depth_limits_started_results() {
         }
         assert_eq!(results.next(), None);
         assert_eq!(results.next(), None);
-    }
-}
-
-#[test]
-fn default_depth_is_two_per_thread() {
-    for threads in 0..4 {
-        let asked = AtomicUsize::new(0);
-        let items = (0..20).inspect(|_| _ = asked.fetch_add(1, Ordering::Relaxed));
-        let mut results = prefetch(items).threads(threads).map(work).unwrap();
-        results.next().unwrap();
-        assert_eq!(asked.load(Ordering::Relaxed), 1 + 2 * threads);
     }
 }
 

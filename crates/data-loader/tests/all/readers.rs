@@ -452,22 +452,14 @@ fn rows_and_windows_equal_slices() {
 }
 
 #[test]
-fn numbers_convert_when_asked() {
+fn arrays_of_other_numbers_are_rejected() {
     let folder = TempDir::new().unwrap();
-    let path =
-        write(&folder, "a.npy", npy(NpyDtype::for_element::<i16>(), &[2], &[5, 0, 0xfe, 0xff]));
+    let bytes = npy(NpyDtype::for_element::<i16>(), &[2], &[5, 0, 0xfe, 0xff]);
+    let path = write(&folder, "a.npy", bytes);
     let fault = fault_of(NpyDataset::<f32>::open(&path));
     assert_eq!(fault.to_string(), "it has dtype <i2, it must be <f4");
-    let reals = NpyDataset::<f32>::open_as(&path).unwrap();
-    assert_eq!(all(&reals).into_iter().flat_map(|row| row.values).collect::<Vec<_>>(), [5., -2.]);
-    let unsigned = NpyDataset::<u64>::open_as(&path).unwrap();
-    assert_eq!(unsigned.read(0).unwrap().values, [5]);
-    let error = unsigned.read(1).unwrap_err().to_string();
-    assert!(error.starts_with("Signed(-2) in ") && error.ends_with("is no <u8"), "{error}");
-    let path =
-        write(&folder, "b.npy", npy(NpyDtype::for_element::<f64>(), &[1], &1.5_f64.to_le_bytes()));
-    assert!(matches!(fault_of(NpyDataset::<i8>::open_as(&path)), NpyFault::DtypeMismatch { .. }));
-    assert_eq!(NpyDataset::<f32>::open_as(&path).unwrap().read(0).unwrap().values, [1.5]);
+    let rows = all(&NpyDataset::<i16>::open(&path).unwrap());
+    assert_eq!(rows.into_iter().flat_map(|row| row.values).collect::<Vec<_>>(), [5, -2]);
 }
 
 /// Returns an array file with this header text.
