@@ -486,8 +486,9 @@ mod tests {
             ("{\"prompt\": [], \"completion\": \"a\"}", "has a prompt that is not a string"),
             ("{\"text\": \"a\", \"messages\": []}", "has fields of several kinds"),
             ("{\"messages\": []}", "has no message of the assistant"),
-            ("{\"messages\": null}", "has messages without role and content"),
-            ("{\"messages\": [{\"role\": \"user\"}]}", "missing field `content`"),
+            ("{\"messages\": null}", "has no text, no prompt and completion, and no messages"),
+            ("{\"messages\": [{\"role\": \"user\"}]}", "has messages without role and content"),
+            ("{\"messages\": [{\"content\": 3}]}", "expected a string"),
             (
                 "{\"messages\": [{\"role\": \"assistant\", \"content\": \"\\n\"}]}",
                 "has an empty message of the assistant",

@@ -1,12 +1,9 @@
 //! Reads the examples of a file: paragraphs of a text, or lines of JSON.
 
-use std::{fmt, path::Path};
+use std::path::Path;
 
-use serde::{
-    Deserialize, Deserializer,
-    de::{Error as _, MapAccess, SeqAccess, Visitor},
-};
-use serde_json::{Map, Value};
+use serde::{Deserialize, de::IgnoredAny};
+use serde_json::Value;
 
 use crate::{
     error::{
@@ -82,45 +79,57 @@ fn line_items(path: &Path, content: &str) -> Result<Vec<(SourceLocation, Item)>>
     Ok(items)
 }
 
-// The fields of each kind of item. A line with fields of two kinds is invalid.
-const TEXT: &str = "text";
-const PROMPT: &str = "prompt";
-const COMPLETION: &str = "completion";
-const MESSAGES: &str = "messages";
+/// The fields of a line. A field that is null counts as missing, and a repeated one is an error.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct LineFields {
+    text: Option<Value>,
+    prompt: Option<Value>,
+    completion: Option<Value>,
+    messages: Option<Vec<MessageFields>>,
+    // Templates would render tools, but do not get them here, so the model would be trained on a
+    // different text. They are therefore rejected, as are calls of tools.
+    tools: Option<Value>,
+}
 
-// The fields with tools, in a line and in a message. Templates would render tools, but do not get
-// them here, so the model would be trained on a different text. Both fields are therefore rejected.
-const TOOLS: &str = "tools";
-const TOOL_CALLS: &str = "tool_calls";
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct MessageFields {
+    role: Option<String>,
+    content: Option<String>,
+    tool_calls: Option<Value>,
+}
 
 impl Item {
     /// Parses a line, or describes its fault for a message.
     fn parse(line: &str) -> Result<Self, String> {
-        let DistinctKeys(value) = serde_json::from_str(line).map_err(|fault| json_fault(&fault))?;
-        match value {
-            Value::String(text) => Ok(Self::Text(text)),
-            Value::Object(mut fields) => Self::from_fields(&mut fields),
-            _ => Err("is neither a string nor an object".into()),
+        match line.trim_ascii_start().bytes().next() {
+            Some(b'"') => Ok(Self::Text(from_json(line)?)),
+            Some(b'{') => Self::from_fields(from_json(line)?),
+            _ => {
+                from_json::<IgnoredAny>(line)?;
+                Err("is neither a string nor an object".into())
+            }
         }
     }
 
-    fn from_fields(fields: &mut Map<String, Value>) -> Result<Self, String> {
-        let has = |name: &str| fields.contains_key(name);
-        match (has(TEXT), has(PROMPT) || has(COMPLETION), has(MESSAGES)) {
-            (true, false, false) => Ok(Self::Text(take_string(fields, TEXT)?)),
-            (false, true, false) => {
-                let prompt = take_string(fields, PROMPT)?;
-                let completion = take_string(fields, COMPLETION)?;
+    fn from_fields(fields: LineFields) -> Result<Self, String> {
+        let LineFields { text, prompt, completion, messages, tools } = fields;
+        match (text, prompt.is_some() || completion.is_some(), messages) {
+            (Some(text), false, None) => Ok(Self::Text(to_text(Some(text), "text")?)),
+            (None, true, None) => {
+                let prompt = to_text(prompt, "prompt")?;
+                let completion = to_text(completion, "completion")?;
                 if completion.trim().is_empty() {
                     return Err("has an empty completion".into());
                 }
                 Ok(Self::Answer { prompt, completion })
             }
-            (false, false, true) => {
-                check_tools(TOOLS, fields.get(TOOLS))?;
-                parse_messages(fields[MESSAGES].take()).map(Self::Messages)
+            (None, false, Some(messages)) => {
+                check_tools("tools", tools.as_ref())?;
+                read_messages(messages).map(Self::Messages)
             }
-            (false, false, false) => {
+            (None, false, None) => {
                 Err("has no text, no prompt and completion, and no messages".into())
             }
             _ => Err("has fields of several kinds of examples".into()),
@@ -137,80 +146,22 @@ impl Item {
     }
 }
 
-/// Describes why a line cannot be read.
-fn json_fault(fault: &serde_json::Error) -> String {
-    let text = fault.to_string();
-    match text.rsplit_once(" at line ") {
-        // The place in the line would be taken for a place in the file.
-        Some((repeated, _)) if fault.is_data() => repeated.into(),
-        _ => format!("is not JSON ({text})"),
-    }
-}
-
-/// A value of JSON without repeated keys, of which a [`Value`] would keep the last.
-struct DistinctKeys(Value);
-
-impl<'de> Deserialize<'de> for DistinctKeys {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(DistinctKeysVisitor).map(Self)
-    }
-}
-
-struct DistinctKeysVisitor;
-
-impl<'de> Visitor<'de> for DistinctKeysVisitor {
-    type Value = Value;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("JSON")
-    }
-
-    fn visit_unit<E>(self) -> Result<Value, E> {
-        Ok(Value::Null)
-    }
-
-    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
-        let mut values = Vec::new();
-        while let Some(DistinctKeys(value)) = items.next_element()? {
-            values.push(value);
-        }
-        Ok(values.into())
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Value, A::Error> {
-        let mut fields = Map::new();
-        while let Some((name, DistinctKeys(value))) = entries.next_entry::<String, _>()? {
-            if fields.contains_key(&name) {
-                return Err(A::Error::custom(format_args!("has the field {name:?} twice")));
+/// Parses JSON, or describes its fault for a message.
+fn from_json<'de, T: Deserialize<'de>>(line: &'de str) -> Result<T, String> {
+    serde_json::from_str(line).map_err(|fault| {
+        let text = fault.to_string();
+        match text.rsplit_once(" at line ") {
+            // The place in the line would be taken for a place in the file.
+            Some((fault_of_field, _)) if fault.is_data() => {
+                format!("has an invalid field ({fault_of_field})")
             }
-            fields.insert(name, value);
+            _ => format!("is not JSON ({text})"),
         }
-        Ok(fields.into())
-    }
+    })
 }
 
-fn take_string(fields: &mut Map<String, Value>, name: &str) -> Result<String, String> {
-    match fields.remove(name) {
+fn to_text(value: Option<Value>, name: &str) -> Result<String, String> {
+    match value {
         Some(Value::String(text)) => Ok(text),
         Some(_) => Err(format!("has a {name} that is not a string")),
         None => Err(format!("has no {name}")),
@@ -227,12 +178,15 @@ fn check_tools(name: &str, tools: Option<&Value>) -> Result<(), String> {
 }
 
 /// Returns the messages of a conversation, with at least one message of the assistant.
-fn parse_messages(value: Value) -> Result<Vec<Message>, String> {
-    for message in value.as_array().into_iter().flatten() {
-        check_tools(TOOL_CALLS, message.get(TOOL_CALLS))?;
+fn read_messages(fields: Vec<MessageFields>) -> Result<Vec<Message>, String> {
+    let mut messages = Vec::with_capacity(fields.len());
+    for MessageFields { role, content, tool_calls } in fields {
+        check_tools("tool_calls", tool_calls.as_ref())?;
+        let (Some(role), Some(content)) = (role, content) else {
+            return Err("has messages without role and content".into());
+        };
+        messages.push(Message { role, content });
     }
-    let messages: Vec<Message> = serde_json::from_value(value)
-        .map_err(|fault| format!("has messages without role and content ({fault})"))?;
     let mut answers = messages.iter().filter(|message| message.is_answer()).peekable();
     if answers.peek().is_none() {
         return Err("has no message of the assistant".into());
@@ -268,7 +222,7 @@ mod tests {
             ("role", message.replace(r#""n""#, r#""role": "user", "n""#)),
         ] {
             let fault = found(&format!("\n{line}")).unwrap_err().to_string();
-            let words = format!("has the field {field:?} twice: ");
+            let words = format!("has an invalid field (duplicate field `{field}`): ");
             assert!(fault.contains("a.jsonl") && fault.contains("line 2"), "{fault}");
             assert!(fault.contains(&words), "{fault}");
         }
