@@ -12,6 +12,12 @@ use crate::{
     text::{examples::Overlong, source::TextSource},
 };
 
+/// Headings of the help.
+#[cfg(feature = "clap")]
+const TEXTS: &str = "Model folder and texts";
+#[cfg(feature = "clap")]
+const MODEL: &str = "The model";
+
 /// The options of a run: model, texts, batches, learning, sharding, and the folder of the run.
 ///
 /// `None` stands for the default of a new run, or for the value that a resumed run started with. A
@@ -65,97 +71,70 @@ pub struct RunOptions {
             long,
             value_name = "FOLDER",
             conflicts_with_all = ["n_layers", "hidden", "n_heads"],
-            help_heading = "Model folder and texts"
+            help_heading = TEXTS
         )
     )]
     pub model: Option<PathBuf>,
     /// Start from random weights of this seed, so that the folder needs only a config.json [default:
     /// the weights in the model folder; without a folder, the seed of the run]
-    #[cfg_attr(
-        feature = "clap",
-        arg(long, value_name = "SEED", help_heading = "Model folder and texts")
-    )]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "SEED", help_heading = TEXTS))]
     pub init: Option<u64>,
     /// Layout of sequences in the rows of a batch [default: padded]
-    #[cfg_attr(feature = "clap", arg(long, value_enum, help_heading = "Model folder and texts"))]
+    #[cfg_attr(feature = "clap", arg(long, value_enum, help_heading = TEXTS))]
     pub rows: Option<Rows>,
     /// Number of sequences, or of packed rows, in a step of all devices [default: as many as fit into
     /// the maximum number of tokens]
     #[cfg_attr(
         feature = "clap",
-        arg(
-            long,
-            value_name = "N",
-            conflicts_with = "max_tokens",
-            help_heading = "Model folder and texts"
-        )
+        arg(long, value_name = "N", conflicts_with = "max_tokens", help_heading = TEXTS)
     )]
     pub batch_size: Option<u64>,
     /// Number of micro-batches of a step, which are trained in turn and need less memory: the next
     /// texts are cut into batches of about equal work [default: a step is one batch, planned in another
     /// way, so that it has other texts than with --accumulate 1]
-    #[cfg_attr(
-        feature = "clap",
-        arg(long, value_name = "N", help_heading = "Model folder and texts")
-    )]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", help_heading = TEXTS))]
     pub accumulate: Option<u64>,
     /// Maximum number of tokens in a micro-batch of all devices, padding included, at least one longest
     /// sequence: a step has as many micro-batches as it needs
     #[cfg_attr(
         feature = "clap",
-        arg(
-            long,
-            value_name = "N",
-            conflicts_with = "accumulate",
-            help_heading = "Model folder and texts"
-        )
+        arg(long, value_name = "N", conflicts_with = "accumulate", help_heading = TEXTS)
     )]
     pub max_tokens_per_batch: Option<u64>,
     /// Treatment of texts that are longer than the context [default: error; split for the small
     /// byte-level model]
-    #[cfg_attr(feature = "clap", arg(long, value_enum, help_heading = "Model folder and texts"))]
+    #[cfg_attr(feature = "clap", arg(long, value_enum, help_heading = TEXTS))]
     pub overlong: Option<Overlong>,
     /// Fraction of the examples to hold out for validation: validation.jsonl gets their losses, and
     /// the folder `best` the model with the lowest loss
-    #[cfg_attr(
-        feature = "clap",
-        arg(long, value_name = "FRACTION", help_heading = "Model folder and texts")
-    )]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "FRACTION", help_heading = TEXTS))]
     pub validation: Option<f64>,
     /// Number of steps between validations [default: 50]
     #[cfg_attr(
         feature = "clap",
-        arg(
-            long,
-            value_name = "N",
-            requires = "validation",
-            help_heading = "Model folder and texts"
-        )
+        arg(long, value_name = "N", requires = "validation", help_heading = TEXTS)
     )]
     pub validate_every: Option<u64>,
     /// Also write the model with its adapters merged; implied by random weights, which exist nowhere
     /// else
-    #[cfg_attr(
-        feature = "clap",
-        arg(long, requires = "lora", help_heading = "Model folder and texts")
-    )]
+    #[cfg_attr(feature = "clap", arg(long, requires = "lora", help_heading = TEXTS))]
     pub merge: bool,
     /// Options of learning.
     #[cfg_attr(feature = "clap", command(flatten))]
     pub recipe: Recipe,
     /// Number of blocks [default: 2, or the number of a resumed run]
-    #[cfg_attr(feature = "clap", arg(long, value_name = "N", help_heading = "The model"))]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", help_heading = MODEL))]
     pub n_layers: Option<usize>,
     /// Width of the residual stream [default: 128, or the width of a resumed run]
-    #[cfg_attr(feature = "clap", arg(long, value_name = "N", help_heading = "The model"))]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", help_heading = MODEL))]
     pub hidden: Option<usize>,
     /// Number of attention heads, which divide the width [default: 4, or the number of a resumed
     /// run]
-    #[cfg_attr(feature = "clap", arg(long, value_name = "N", help_heading = "The model"))]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", help_heading = MODEL))]
     pub n_heads: Option<usize>,
     /// Maximum number of tokens of a sequence [default: the length of the longest text, but for packed
     /// rows at least 2048 if the model has as many positions; or the number of a resumed run]
-    #[cfg_attr(feature = "clap", arg(long, value_name = "N", help_heading = "The model"))]
+    #[cfg_attr(feature = "clap", arg(long, value_name = "N", help_heading = MODEL))]
     pub context: Option<usize>,
     /// Sharding of the model, or `None` if every device has the whole model.
     #[cfg_attr(feature = "clap", arg(skip))]
