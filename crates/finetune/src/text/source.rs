@@ -1,6 +1,6 @@
 //! Files and folders of texts, and their weights.
 
-use std::{ffi::OsString, fmt, path::PathBuf};
+use std::{fmt, path::PathBuf};
 
 use core_types::human::Printable;
 
@@ -16,10 +16,8 @@ const MAX_WEIGHT: u64 = 1 << 20;
 /// ```
 /// use finetune::TextSource;
 ///
-/// let books = TextSource::parse("books.jsonl:7".into())?;
-/// assert_eq!(books, TextSource::new("books.jsonl").with_weight(7));
+/// let books = TextSource::new("books.jsonl").with_weight(7);
 /// assert_eq!(books.to_string(), "books.jsonl:7");
-/// # Ok::<(), finetune::SpecError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -48,7 +46,8 @@ impl TextSource {
     /// # Errors
     ///
     /// [`SpecError::Setting`] for a weight that is not from 1 to 2^20.
-    pub fn parse(text: OsString) -> Result<Self, SpecError> {
+    #[cfg(any(feature = "clap", test))]
+    pub(crate) fn parse(text: std::ffi::OsString) -> Result<Self, SpecError> {
         let path = PathBuf::from(text);
         let split = path.to_str().and_then(|text| text.rsplit_once(':'));
         let is_number =
