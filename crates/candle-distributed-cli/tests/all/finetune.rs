@@ -143,16 +143,6 @@ fn packed_losses_equal_padded_losses() {
 }
 
 #[test]
-fn prompts_are_masked_in_the_loss() {
-    let model = ModelHome::new();
-    let prompts = model.path("texts/0.jsonl");
-    model.train("run", &["--steps", "1", "--init", "3", "--batch-size", "8", "--data", &prompts]);
-    // Eight answers: five of one digit, three of two digits, and an end token each.
-    let weights = model.numbers("run/metrics.jsonl", "weight");
-    assert_eq!(weights, [f64::from(5 + 3 * 2 + 8)]);
-}
-
-#[test]
 fn held_out_examples_are_not_trained() {
     let model = ModelHome::new();
     let options = ["--steps", "8", "--init", "3", "--lr", "0.01", "--batch-size", "4"];
@@ -395,20 +385,6 @@ fn failed_sample_does_not_fail_run() {
 }
 
 #[test]
-fn missing_and_extra_tensors_are_named() {
-    let model = ModelHome::new();
-    model.train("base", &["--steps", "1", "--init", "3"]);
-    // The configuration of a copy may be edited.
-    let base = model.path("copy");
-    fs::rename(model.at("base/model"), &base).unwrap();
-    let deeper = model.at("copy/config.json");
-    replace(deeper.clone(), "\"num_hidden_layers\":2", "\"num_hidden_layers\":3");
-    is_rejected(&model, &["--model", &base], &["9 of 30 parameters are missing"]);
-    replace(deeper, "\"num_hidden_layers\":3", "\"num_hidden_layers\":1");
-    is_rejected(&model, &["--model", &base], &["9 of 21 tensors are not the model's"]);
-}
-
-#[test]
 fn resume_requires_same_model_and_options() {
     let model = ModelHome::new();
     model.train("run", &["--steps", "8", "--init", "3"]);
@@ -420,19 +396,9 @@ fn resume_requires_same_model_and_options() {
         &[
             ("--init 4", "the run started with --init 3"),
             ("--rows packed", "the run started with --rows padded"),
-            ("--context 32", "the run started with --context 26"),
-            ("--lr 1", "the run started with --lr 0.00002"),
-            ("--max-tokens 4096", "the run started with --max-tokens 96"),
         ],
     );
-    rejects_each(
-        &resume(&out, &[]),
-        &[
-            ("--n-layers 2", "the run started without --n-layers"),
-            ("--hidden 32", "the run started without --hidden"),
-            ("--n-heads 4", "the run started without --n-heads"),
-        ],
-    );
+    rejects(&resume(&out, &["--hidden", "32"]), &["the run started without --hidden"]);
     let config = model.at("new/config.json");
     replace(config.clone(), "\"rms_norm_eps\":1e-6", "\"rms_norm_eps\":1e-5");
     rejects(

@@ -15,11 +15,6 @@ use crate::support::{
 
 const PROMPT: [&str; 2] = ["--prompt", "When the fog came in"];
 
-fn expected(model: &str, file: &str) -> Value {
-    let path = Path::new(&golden(model)).join(file);
-    serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
-}
-
 fn generate(folder: &str, more: &[&str]) -> Value {
     json(&[&["generate", folder], more].concat())
 }
@@ -61,19 +56,6 @@ impl FolderCopy {
         let args = ["generate", self.path(), "--prompt", "a", "--max-tokens", "2"];
         rejects(&args, &[&["\nhint: "], words].concat());
     }
-}
-
-#[test]
-fn greedy_tokens_match_transformers() {
-    let llama = golden("llama");
-    let length = ["--max-tokens", "16", "--ignore-eos"];
-    let found = generate(&llama, &[&PROMPT[..], &length].concat());
-    let generation = &expected("llama", "expected.json")["generation"];
-    assert_eq!(found["prompt_ids"], generation["prompt"]);
-    assert_eq!(found["ids"], generation["new"]);
-    assert_eq!(found["stop"], "max_tokens");
-    let shown = text(&[&["generate", &llama], &PROMPT[..], &length].concat());
-    assert_eq!(shown, format!("{}\n", found["text"].as_str().unwrap()));
 }
 
 #[test]
@@ -180,24 +162,6 @@ fn chat_uses_the_chat_template() {
 }
 
 #[test]
-fn unsupported_models_are_rejected() {
-    for (field, value, words) in [
-        ("rope_scaling", json!({"type": "yarn", "factor": 2.0}), "rope_scaling.type is yarn"),
-        ("num_hidden_layers", json!("two"), "cannot be read"),
-        ("num_hidden_layers", json!(3), "9 of 30 parameters are missing (model.layers.2."),
-        ("intermediate_size", json!(80), "expected [80, 32]"),
-    ] {
-        let copy = FolderCopy::new("llama");
-        copy.set("config.json", field, value).is_rejected(&[words, copy.path()]);
-    }
-    let copy = FolderCopy::new("llama");
-    copy.set("config.json", "num_hidden_layers", json!(1));
-    copy.is_rejected(&["9 of 21 tensors are not the model's (model.layers.1."]);
-    let copy = FolderCopy::new("llama");
-    copy.write("model.safetensors", "PK").is_rejected(&["model.safetensors: "]);
-}
-
-#[test]
 fn incomplete_folders_are_rejected() {
     rejects(
         &["generate", "meta/llama", "--prompt", "a"],
@@ -247,23 +211,6 @@ fn mismatched_tokenizers_are_rejected() {
     assert!(!text(&prompt).is_empty(), "a template that is not used may be anything");
     let chat = [&prompt[..], &["--chat"]].concat();
     rejects(&chat, &["chat_template.jinja: ", "\nhint: "]);
-}
-
-#[test]
-fn unusable_prompts_are_rejected() {
-    let long = "fog ".repeat(200);
-    rejects(
-        &["generate", &golden("llama"), "--prompt", &long],
-        &["tokens, but the model has 128 positions", "\nhint: "],
-    );
-    rejects(
-        &["generate", &golden("qwen2"), "--prompt", ""],
-        &["the prompt has no token", "\nhint: "],
-    );
-    let found =
-        generate(&golden("llama"), &["--prompt", "", "--max-tokens", "400", "--ignore-eos"]);
-    assert_eq!((&found["stop"], &found["prompt_ids"]), (&json!("context"), &json!([1])));
-    assert_eq!(found["ids"].as_array().unwrap().len(), 128);
 }
 
 /// Options of a byte model that learns the lines of a text.

@@ -42,32 +42,3 @@ fn resume_keeps_the_schedule() {
     fs::write(&run_json, other).unwrap();
     home.is_rejected("run", &[], &["run.json is damaged"]);
 }
-
-#[test]
-fn invalid_schedules_are_rejected() {
-    let (_dir, data) = file("text.txt", "to be or not to be");
-    rejects_each(
-        &["train", "--data", &data],
-        &[
-            ("--warmup-steps 3", "--lr-schedule"),
-            ("--min-lr-rate 0.1", "--lr-schedule"),
-            (
-                "--steps 9 --lr-schedule linear --warmup-steps 9",
-                "--warmup-steps is 9, must be less than the 9 steps",
-            ),
-            ("--lr-schedule cosine --min-lr-rate 1.5", "--min-lr-rate is 1.5, must be from 0 to 1"),
-            ("--lr-schedule constant --min-lr-rate NaN", "--min-lr-rate is NaN"),
-            ("--max-grad-norm 0", "--max-grad-norm is 0, must be above 0"),
-            ("--max-grad-norm NaN", "--max-grad-norm is NaN"),
-        ],
-    );
-}
-
-#[test]
-fn large_gradients_are_clipped() {
-    let home = Home::new();
-    let short = ["--steps", "1"];
-    home.train("plain", &short);
-    home.train("tight", &[&short[..], &["--max-grad-norm", "1e-9"]].concat());
-    assert!(home.model("tight") != home.model("plain"));
-}

@@ -1,10 +1,8 @@
-//! The page of `report`: its content, well-formed HTML, and rendering in a browser.
+//! The page of `report`: its content, and well-formed HTML.
 
 use std::{
-    env, fs,
-    io::BufReader,
+    fs,
     path::{Path, PathBuf},
-    process::Command,
 };
 
 use crate::support::{file, rejects, text};
@@ -146,70 +144,4 @@ fn curve_covers_resumed_steps() {
     // Losses, learning rates, norms and speeds of three steps, and the mark of the legend.
     assert_eq!((n_points(&whole), n_points(&resumed)), (13, 13));
     assert!(checked(&page(&run)).contains("2 devices from step 3 on"));
-}
-
-/// Finds a Chromium, if one is installed.
-fn chromium() -> Option<String> {
-    let named = env::var("CHROMIUM").ok();
-    let known = ["chromium", "chromium-browser", "google-chrome"].map(String::from);
-    named.into_iter().chain(known).find(|name| {
-        Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success())
-    })
-}
-
-/// Renders a page in a browser with this width and color scheme, and returns the pixels. Checks
-/// that the console of the browser is empty.
-fn screenshot(chromium: &str, page: &Path, (width, scheme): (u32, &str)) -> Vec<u8> {
-    let folder = page.parent().unwrap();
-    let png = folder.join(format!("{width}-{scheme}.png"));
-    let mut browser = Command::new(chromium);
-    browser.args([
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--enable-logging=stderr",
-    ]);
-    browser.arg(format!("--user-data-dir={}", folder.join("profile").display()));
-    browser
-        .arg(format!("--window-size={width},3600"))
-        .arg(format!("--screenshot={}", png.display()));
-    // Blink counts dark as 0 and light as 1.
-    browser.arg(format!("--blink-settings=preferredColorScheme={}", u8::from(scheme == "light")));
-    let output = browser.arg(format!("file://{}", page.display())).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{said}");
-    assert!(!said.contains("CONSOLE"), "{said}");
-    if let Some(kept) = env::var_os("KEEP_SCREENSHOTS") {
-        fs::copy(&png, Path::new(&kept).join(png.file_name().unwrap())).unwrap();
-    }
-    let mut reader =
-        png::Decoder::new(BufReader::new(fs::File::open(&png).unwrap())).read_info().unwrap();
-    let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
-    let frame = reader.next_frame(&mut pixels).unwrap();
-    assert_eq!(frame.width, width);
-    let n_channels = frame.color_type.samples();
-    pixels.chunks(n_channels).map(|pixel| pixel[0]).collect()
-}
-
-#[test]
-fn browser_renders_light_and_dark() {
-    let Some(chromium) = chromium() else {
-        println!("SKIPPED: Chromium not found; the variable CHROMIUM may name it");
-        return;
-    };
-    let (_dir, run) = run_on(&TEXT.repeat(200));
-    page(&run);
-    let page = run.join("report.html");
-    let mut means = Vec::new();
-    for view in [(800, "light"), (800, "dark"), (1200, "light"), (500, "light")] {
-        let pixels = screenshot(&chromium, &page, view);
-        let mut shades = [0_u64; 256];
-        for &shade in &pixels {
-            shades[usize::from(shade)] += 1;
-        }
-        assert!(shades.iter().filter(|&&count| count > 0).count() > 50, "{view:?}");
-        means.push(pixels.iter().map(|&shade| u64::from(shade)).sum::<u64>() / pixels.len() as u64);
-    }
-    assert!(means[0] > 200 && means[1] < 80, "{means:?}");
 }

@@ -231,29 +231,6 @@ fn report_describes_sharding() {
 }
 
 #[test]
-fn size_options_set_model_sizes() {
-    let home = Home::new();
-    let sizes = ["--n-layers", "3", "--hidden", "24", "--n-heads", "2", "--context", "16"];
-    home.train("small", &[&["--steps", STEPS][..], &sizes].concat());
-    let file = home.model("small");
-    let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
-    let shape = |name: &str| tensors.tensor(name).unwrap().shape().to_vec();
-    assert_eq!(shape("model.layers.2.self_attn.q_proj.weight"), [24, 24]);
-    assert_eq!(shape("model.layers.2.mlp.up_proj.weight"), [66, 24]);
-
-    // The run keeps its sizes, and rejects others.
-    home.end_again("small", &["--strategy", "full"]);
-    assert!(home.model("small") == file);
-    home.is_rejected(
-        "small",
-        &["--hidden", "48"],
-        &["--hidden 24", "only be resumed with the same"],
-    );
-    home.is_rejected("small", &["--n-layers", "2"], &["--n-layers 3"]);
-    home.is_rejected("small", &["--context", "128"], &["--context 16"]);
-}
-
-#[test]
 fn conflicting_options_are_rejected() {
     rejects_each(
         &["train"],
