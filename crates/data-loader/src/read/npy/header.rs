@@ -37,11 +37,6 @@ pub struct NpyHeader {
 }
 
 impl NpyHeader {
-    /// Returns true if a file with these first bytes, at least six, is an array.
-    pub fn is_array(first_bytes: &[u8]) -> bool {
-        first_bytes.starts_with(&MAGIC)
-    }
-
     /// Reads a header. The numbers follow in `source`.
     ///
     /// # Errors
