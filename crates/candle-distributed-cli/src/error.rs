@@ -146,6 +146,16 @@ impl Error {
         Self { advice: Some(advice.into()), ..self }
     }
 
+    /// Returns this error in the first process. The other processes get an error with the same exit code
+    /// that is not printed.
+    pub(crate) fn on_first(self, is_first: bool) -> Self {
+        if is_first {
+            return self;
+        }
+        let (exit_code, ends_all_processes) = (self.exit_code(), self.ends_all_processes());
+        ErrorKind::ReportedByFirst { exit_code, ends_all_processes }.into()
+    }
+
     /// Returns true if every process of a run ends with this error after the same step.
     pub(crate) fn ends_all_processes(&self) -> bool {
         matches!(

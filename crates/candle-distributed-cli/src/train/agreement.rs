@@ -3,7 +3,7 @@
 use candle_distributed::mesh::DeviceMesh;
 
 use crate::{
-    error::{self, Error, ErrorKind, Result, WithHint},
+    error::{Error, Result, WithHint},
     hint,
 };
 
@@ -16,10 +16,8 @@ pub(crate) fn compare(mesh: &DeviceMesh, facts: &[String]) -> Result<()> {
     if differences.is_empty() {
         return Ok(());
     }
-    Err(report_on_first(mesh, || {
-        let message = format!("the processes do not start the same run: {differences}");
-        Error::usage(message).with_hint(hint::SAME_RUN)
-    }))
+    let message = format!("the processes do not start the same run: {differences}");
+    Err(Error::usage(message).with_hint(hint::SAME_RUN).on_first(mesh.is_first_process()))
 }
 
 /// Describes the differences between processes, by the ranks of their first devices.
@@ -36,15 +34,6 @@ fn describe_differences(facts_by_rank: &[(usize, Vec<String>)]) -> String {
         }
     }
     differences.join("; ")
-}
-
-/// Returns the error in the first process. The other processes get an error that is not printed.
-fn report_on_first(mesh: &DeviceMesh, error: impl FnOnce() -> Error) -> Error {
-    if mesh.is_first_process() {
-        error()
-    } else {
-        ErrorKind::ReportedByFirst { exit_code: error::BAD_INPUT, ends_all_processes: false }.into()
-    }
 }
 
 /// Returns the facts of each process, with the rank of its first device.

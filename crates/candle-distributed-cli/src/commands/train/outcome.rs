@@ -19,7 +19,7 @@ impl Args {
         let options = self.option_string();
         let hint = format!("to resume: candle-distributed train --out {path} --resume{options}");
         let kind = ErrorKind::Stopped { done, steps: trainer.run().spec.steps };
-        report_on_first(Error::from(kind).with_hint(hint), process)
+        Error::from(kind).with_hint(hint).on_first(process.is_first())
     }
 
     /// Adds a hint to an error of training. An error that every process has is only reported by the
@@ -37,11 +37,11 @@ impl Args {
                      --resume{options} --check, try another --seed, or continue with \
                      --resume{options} --allow-non-finite"
                 );
-                report_on_first(Error::from(error).with_hint(hint), process)
+                Error::from(error).with_hint(hint).on_first(process.is_first())
             }
             finetune::Error::Run(
                 RunError::ChangedWhileRead { .. } | RunError::NotShared { .. },
-            ) => report_on_first(error.into(), process),
+            ) => Error::from(error).on_first(process.is_first()),
             _ => error.into(),
         }
     }
@@ -59,17 +59,6 @@ impl Args {
         ];
         options.into_iter().flatten().collect()
     }
-}
-
-/// Returns the error in the first process. The other processes get an error with the same exit code
-/// that is not printed.
-fn report_on_first(error: Error, process: ProcessPlace) -> Error {
-    if process.is_first() {
-        return error;
-    }
-    let exit_code = error.exit_code();
-    let ends_all_processes = error.ends_all_processes();
-    ErrorKind::ReportedByFirst { exit_code, ends_all_processes }.into()
 }
 
 /// Adds a hint if the latest checkpoint cannot be read although it may be intact. A checkpoint known
