@@ -1,4 +1,4 @@
-//! Numbers after the header of a NumPy array, or without a header.
+//! Numbers after the header of a NumPy array.
 
 use std::{
     io::{self, BufRead, ErrorKind, Read},
@@ -31,22 +31,7 @@ pub(super) fn read<T: Number>(
     let [len] = shape[..] else {
         return Err(array_error(format!("has shape {shape:?}, which must have one dimension")));
     };
-    Ok(ArrayItems { list, source, dtype, len: Some(len), n_read: 0, number: PhantomData })
-}
-
-/// Reads raw 64-bit numbers without a header.
-pub(super) fn read_raw<T: Number>(
-    list: NumberList,
-    source: impl BufRead + 'static,
-) -> impl Iterator<Item = Result<T>> {
-    ArrayItems {
-        list,
-        source,
-        dtype: NpyDtype::for_element::<u64>(),
-        len: None,
-        n_read: 0,
-        number: PhantomData,
-    }
+    Ok(ArrayItems { list, source, dtype, len, n_read: 0, number: PhantomData })
 }
 
 /// Reads until `bytes` is full or the source ends, and returns the number of bytes read.
@@ -68,8 +53,7 @@ struct ArrayItems<T, R> {
     list: NumberList,
     source: R,
     dtype: NpyDtype,
-    /// Expected number of items, if known.
-    len: Option<u64>,
+    len: u64,
     n_read: u64,
     number: PhantomData<T>,
 }
@@ -78,7 +62,7 @@ impl<T: Number, R: BufRead> ArrayItems<T, R> {
     /// Reads the next number, or returns `None` after the last.
     fn read(&mut self) -> Result<Option<T>> {
         let name = self.list.name();
-        if self.len == Some(self.n_read) {
+        if self.len == self.n_read {
             let rest = self.source.fill_buf().map_err(|fault| self.list.read_error(fault))?;
             if rest.is_empty() {
                 return Ok(None);
@@ -90,11 +74,9 @@ impl<T: Number, R: BufRead> ArrayItems<T, R> {
         let n_bytes = self.dtype.n_bytes();
         let outcome = read_up_to(&mut self.source, &mut bytes[..n_bytes]);
         match outcome.map_err(|fault| self.list.read_error(fault))? {
-            0 if self.len.is_none() => return Ok(None),
             n if n == n_bytes => {}
             _ => {
-                let total = self.len.map_or_else(String::new, |len| format!(" of {len}"));
-                let message = format!("{name} ends after {}{total} numbers", self.n_read);
+                let message = format!("{name} ends after {} of {} numbers", self.n_read, self.len);
                 return Err(self.list.error(message));
             }
         }

@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    io::{Read, Write},
+    io::Write,
     path::Path,
     process::{Command, Output, Stdio},
 };

@@ -203,8 +203,7 @@ fn batch_follows_orders_of_sample() {
     ] {
         let sample = |format| bytes(&[&["sample", "--format", format], sample].concat());
         let expected = array(&sample("npy")).1;
-        let raw: Vec<u8> = expected.iter().flat_map(|index| index.to_le_bytes()).collect();
-        for order in [sample("text"), sample("json"), sample("npy"), raw] {
+        for order in [sample("text"), sample("json"), sample("npy")] {
             let answer = piped(&[&batch[..], &limit].concat(), &order);
             let answer: Value = serde_json::from_slice(&answer).unwrap();
             let batches = answer["batches"].as_array().unwrap();

@@ -2,10 +2,7 @@
 
 use std::fs;
 
-use crate::support::{
-    file, rejects_each,
-    run::{Home, STEPS},
-};
+use crate::support::run::{Home, STEPS};
 
 const COSINE: [&str; 6] =
     ["--lr-schedule", "cosine", "--warmup-steps", "2", "--min-lr-rate", "0.1"];

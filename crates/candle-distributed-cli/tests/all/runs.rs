@@ -1,6 +1,6 @@
 //! The folder of a run: resuming, rejected folders, and damage.
 
-use std::{fs, path::Path, process::Stdio};
+use std::{fs, process::Stdio};
 
 use crate::support::{
     SMALL, as_given, command, rejects,

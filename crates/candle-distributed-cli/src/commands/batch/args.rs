@@ -16,7 +16,7 @@ use super::order::ReadingOrder;
 use crate::{
     error::{Error, Result},
     help::{cli_name, examples},
-    numbers::{self, Numbers, SequenceLengthList},
+    numbers::{self, Numbers},
 };
 
 /// Put sequences of the given lengths into batches, and report the padding.
@@ -262,10 +262,10 @@ impl BatchArgs {
     }
 
     /// Reads all lengths into memory.
-    pub(super) fn load_lengths(&self) -> Result<SequenceLengthList> {
+    pub(super) fn load_lengths(&self) -> Result<Vec<u64>> {
         let names: Vec<String> =
             self.lengths.iter().map(|path| path.display().to_string()).collect();
-        SequenceLengthList::load(self.lengths(), names.join(", "))
+        numbers::load_lengths(self.lengths(), names.join(", "))
     }
 
     /// Returns true if batches can be printed before all lengths are read.
@@ -383,7 +383,7 @@ impl BatchArgs {
 
     /// Returns the configuration. `lengths` are the lengths of all sequences, if they are in
     /// memory.
-    pub(super) fn config(&self, lengths: Option<&SequenceLengthList>) -> Result<BatchConfig> {
+    pub(super) fn config(&self, lengths: Option<&[u64]>) -> Result<BatchConfig> {
         let overlong = match self.overlong {
             OverlongArg::Error => Overlong::Error,
             OverlongArg::Truncate => Overlong::Truncate,
@@ -415,7 +415,7 @@ impl BatchArgs {
         }
     }
 
-    fn strategy(&self, lengths: Option<&SequenceLengthList>) -> Result<DynamicBatchStrategy> {
+    fn strategy(&self, lengths: Option<&[u64]>) -> Result<DynamicBatchStrategy> {
         Ok(match self.strategy {
             StrategyArg::PadToMax => DynamicBatchStrategy::PadToMax,
             StrategyArg::Bucket => DynamicBatchStrategy::Bucket(self.buckets(lengths)?),
@@ -428,7 +428,7 @@ impl BatchArgs {
     }
 
     #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
-    fn buckets(&self, lengths: Option<&SequenceLengthList>) -> Result<Buckets> {
+    fn buckets(&self, lengths: Option<&[u64]>) -> Result<Buckets> {
         let Some(n_buckets) = self.buckets else {
             return Ok(Buckets::Width(self.bucket_width.unwrap_or(Buckets::DEFAULT_WIDTH)));
         };
@@ -438,7 +438,7 @@ impl BatchArgs {
         // other sequences more.
         let max = self.max_sequence_length.unwrap_or(u64::MAX);
         let skips = matches!(self.overlong, OverlongArg::Skip);
-        let kept = lengths.iter().filter(|&length| !skips || length <= max);
+        let kept = lengths.iter().copied().filter(|&length| !skips || length <= max);
         let counted: Vec<u64> = kept.map(|length| length.min(max)).collect();
         Ok(Buckets::optimal(&counted, n_buckets)?)
     }

@@ -23,7 +23,6 @@ use crate::{
     commands,
     error::{Error, Result, WithHint},
     hint, input,
-    numbers::SequenceLengthList,
     output::{self, JsonLines},
 };
 
@@ -132,7 +131,7 @@ fn make_for_rank(
     on_batch: BatchCallback<'_>,
 ) -> Result<BatchTotals> {
     let lengths = args.load_lengths()?;
-    let batches = DynamicBatchSampler::new(&lengths, args.config(Some(&lengths))?)?;
+    let batches = DynamicBatchSampler::new(&lengths[..], args.config(Some(&lengths))?)?;
     let sampler = DistributedBatchSampler::new(batches, placement, args.distributed_config())?;
     let mut steps = remaining_steps(args, &sampler, &lengths)?;
     let left_out = steps.report();
@@ -164,9 +163,9 @@ fn make_for_rank(
 /// Returns the steps of the epoch: those after the state in `--resume`, or all.
 fn remaining_steps<'a>(
     args: &BatchArgs,
-    sampler: &DistributedBatchSampler<&'a SequenceLengthList>,
-    lengths: &SequenceLengthList,
-) -> Result<Steps<&'a SequenceLengthList>> {
+    sampler: &DistributedBatchSampler<&'a [u64]>,
+    lengths: &[u64],
+) -> Result<Steps<&'a [u64]>> {
     let state: Option<BatchState> = match &args.resume {
         Some(path) => {
             Some(input::read_json(path, "the state of batches").with_hint(hint::BATCH_STATE)?)

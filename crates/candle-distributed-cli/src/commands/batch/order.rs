@@ -11,7 +11,7 @@ use candle_distributed::{
 use crate::{
     error::{Error, Result},
     hint,
-    numbers::{Numbers, SequenceLengthList},
+    numbers::Numbers,
 };
 
 /// The order of sequences in an epoch.
@@ -27,7 +27,7 @@ impl ReadingOrder {
     #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
     pub(super) fn sequences<'a>(
         &'a mut self,
-        lengths: &'a SequenceLengthList,
+        lengths: &'a [u64],
     ) -> Box<dyn Iterator<Item = Result<Sequence>> + 'a> {
         match self {
             Self::Sampled(sampler) => Box::new(sampler.iter().map(|index| {
