@@ -220,8 +220,9 @@ fn random_dry_run(draw: &mut RandomDraws, home: &ModelHome) -> Vec<String> {
     let (model, texts) = (home.path("new"), home.path("texts"));
     let options = ["train", "--init", "1", "--dry-run", "--overlong", "truncate"];
     let mut all: Vec<&str> = [&options[..], &["--model", &model, "--data", &texts]].concat();
+    // Each device has a longest sequence, and so has each of two micro-batches.
     let [context, world_size, tokens] =
-        [context, devices, tokens.max(context * devices)].map(|number| number.to_string());
+        [context, devices, tokens.max(context * devices.max(2))].map(|number| number.to_string());
     all.extend(["--context", &context, "--world-size", &world_size, "--max-tokens", &tokens]);
     all.extend(["--dtype", draw.choose(&["f32", "f32", "bf16"])]);
     all.extend(draw.choose(&[&[][..], &[], &["--rows", "packed"]]));
