@@ -38,17 +38,27 @@ pub(super) struct RankShare {
     pub(super) tokens: u64,
 }
 
-/// Returns the shares of all ranks.
+/// Returns the shares of all ranks, in the mesh's own split of the rows of a step. The last ranks may
+/// get no sequences, and read padding instead.
 pub(super) fn shares(epoch: &FirstEpoch, world_size: WorldSize) -> Vec<RankShare> {
     let mut shares = vec![RankShare::default(); world_size.as_usize()];
-    for batch in epoch.steps.iter().flatten() {
-        for (share, indices) in shares.iter_mut().zip(rank_indices(batch, world_size)) {
-            share.sequences += indices.len() as u64;
-            share.tokens +=
-                indices.iter().map(|&index| epoch.lengths[to_usize(index)]).sum::<u64>();
+    for batches in &epoch.steps {
+        let rows: Vec<&[u64]> = batches.iter().flat_map(rows).collect();
+        for (share, place) in shares.iter_mut().zip(world_size.placements()) {
+            let own = split::chunk(rows.len() as u64, place);
+            for &index in rows[to_usize(own.start)..to_usize(own.end)].iter().copied().flatten() {
+                share.sequences += 1;
+                share.tokens += epoch.lengths[to_usize(index)];
+            }
         }
     }
     shares
+}
+
+/// Returns the sequences of each row of a batch. A batch of one row has all of its sequences there.
+fn rows(batch: &Batch) -> std::slice::Chunks<'_, u64> {
+    let per_row = if batch.rows == 1 { batch.indices.len().max(1) } else { 1 };
+    batch.indices.chunks(per_row)
 }
 
 /// Converts the index of an item in memory to `usize`.
@@ -57,20 +67,10 @@ fn to_usize(index: u64) -> usize {
     usize::try_from(index).expect("items in memory have indices of type usize")
 }
 
-/// Returns the sequences of a batch that each rank reads, in the mesh's own split. The last ranks
-/// may get no sequences, and read padding instead.
-fn rank_indices(batch: &Batch, world_size: WorldSize) -> impl Iterator<Item = &[u64]> {
-    world_size.placements().map(|place| {
-        let rows = split::chunk(batch.indices.len() as u64, place);
-        &batch.indices[to_usize(rows.start)..to_usize(rows.end)]
-    })
-}
-
 #[cfg(test)]
 mod tests {
-    use candle_distributed::{
-        batch::{BatchConfig, DynamicBatchSampler, PaddingReport},
-        types::Placement,
+    use candle_distributed::batch::{
+        BatchConfig, DynamicBatchSampler, DynamicBatchStrategy, Packing, PaddingReport,
     };
 
     use super::*;
@@ -112,12 +112,22 @@ mod tests {
     }
 
     #[test]
-    fn batches_are_split_like_the_mesh() {
-        let epoch = epoch(5);
-        let parts: Vec<usize> = rank_indices(&epoch.steps[0][0], WorldSize::new(4).unwrap())
-            .map(<[u64]>::len)
-            .collect();
-        assert_eq!(parts, [2, 2, 1, 0]);
-        assert_eq!(split::chunk(5, Placement::new(2, 4).unwrap()), 4..5);
+    fn rows_are_split_like_the_mesh() {
+        let padded = epoch(5);
+        // Three packed rows of two sequences each.
+        let config = BatchConfig::default().with_max_tokens(7);
+        let config = config.with_strategy(DynamicBatchStrategy::Pack(Packing::BestFit));
+        let sampler = DynamicBatchSampler::new([1_u64, 2, 3, 4, 5, 6], config).unwrap();
+        let rows: Vec<Batch> = sampler.iter().map(Result::unwrap).collect();
+        let report = PaddingReport::from_iter(&rows);
+        let packed = FirstEpoch { lengths: (1..=6).collect(), steps: vec![rows], report };
+        for (epoch, world_size, expected) in
+            [(padded, 4, &[(2, 3), (2, 7), (1, 5), (0, 0)][..]), (packed, 2, &[(4, 14), (2, 7)])]
+        {
+            let shares = shares(&epoch, WorldSize::new(world_size).unwrap());
+            let shares: Vec<_> =
+                shares.iter().map(|share| (share.sequences, share.tokens)).collect();
+            assert_eq!(shares, expected);
+        }
     }
 }
