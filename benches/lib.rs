@@ -2,7 +2,7 @@
 
 #![allow(clippy::print_stdout, reason = "the line is the result")]
 
-use std::{env, error, fs, num::NonZeroU64, time::Instant};
+use std::{env, error, fs, time::Instant};
 
 #[cfg(feature = "mpi")]
 use candle_core::Device;
@@ -28,14 +28,13 @@ pub fn n_items(n: u64) -> u64 {
     if is_test() { n / 100 } else { n }
 }
 
-/// Returns a mesh of `slots` virtual CPU devices, which share the cores. With a bandwidth, slots sleep
-/// as long as a network of that speed would take. With the feature `mpi`, a launcher starts one process
-/// for each slot.
+/// Returns a mesh of `slots` virtual CPU devices, which share the cores. With the feature `mpi`, a
+/// launcher starts one process for each slot.
 ///
 /// # Errors
 ///
 /// The errors of opening a mesh.
-pub fn open_mesh(slots: usize, bytes_per_second: Option<NonZeroU64>) -> Outcome<DeviceMesh> {
+pub fn open_mesh(slots: usize) -> Outcome<DeviceMesh> {
     keep_freed_memory();
     init_threads(slots)?;
     let mesh = DeviceMesh::builder().axis(DeviceMesh::AXIS, slots);
@@ -43,10 +42,7 @@ pub fn open_mesh(slots: usize, bytes_per_second: Option<NonZeroU64>) -> Outcome<
     if LaunchEnv::from_env()?.is_some() {
         return Ok(mesh.mpi(Device::Cpu)?);
     }
-    Ok(match bytes_per_second {
-        Some(bytes_per_second) => mesh.simulated_bandwidth(bytes_per_second).cpu()?,
-        None => mesh.cpu()?,
-    })
+    Ok(mesh.cpu()?)
 }
 
 /// Runs training steps and prints a line: minimum and median time of a step after a quarter of the

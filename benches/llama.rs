@@ -116,7 +116,7 @@ fn main() -> Outcome<()> {
     if let Some(lora) = adapters(&config.form)? {
         llama = llama.with_lora(lora)?;
     }
-    let mesh = open_mesh(config.slots, None)?;
+    let mesh = open_mesh(config.slots)?;
     let base_mib = peak_mib();
     let mut step = build_step(&config, &llama, &mesh)?;
     let ids = tokens(&config, llama.config().vocab_size)?;

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! cargo bench -p benches --bench step -- [form] [slots] [hidden] [layers] [heads] [context] [rows] [steps] \
-//!     [prefetch] [bytes per second]
+//!     [prefetch]
 //! ```
 //!
 //! Forms:
@@ -14,13 +14,10 @@
 //! - `sharded`: the same loss, fully sharded; `graph` keeps graphs, `gathered` keeps parameters and
 //!   graphs, `in-backward` runs the optimizers inside the backward pass.
 //!
-//! `prefetch` is the number of units to gather ahead. With a bandwidth, slots sleep as long as a
-//! network of that speed would take. With the feature `mpi`, `mpirun` starts one process for each
-//! slot: `mpirun -n 2 target/release/deps/step-… sharded 2`.
+//! `prefetch` is the number of units to gather ahead. With the feature `mpi`, `mpirun` starts one
+//! process for each slot: `mpirun -n 2 target/release/deps/step-… sharded 2`.
 //!
 //! Prints the line of [`time_steps`].
-
-use std::num::NonZeroU64;
 
 use benches::{Outcome, is_test, open_mesh, peak_mib, time_steps};
 use candle_core::{D, Device, Result, Tensor};
@@ -71,7 +68,6 @@ struct StepConfig {
     rows: usize,
     steps: usize,
     prefetch: usize,
-    bytes_per_second: usize,
 }
 
 impl StepConfig {
@@ -91,7 +87,6 @@ impl StepConfig {
             rows: number(6, 32),
             steps: number(7, if is_test() { 4 } else { 24 }),
             prefetch: number(8, 0),
-            bytes_per_second: number(9, 0),
         }
     }
 }
@@ -318,7 +313,7 @@ fn build_step(config: StepConfig, mesh: &DeviceMesh) -> Outcome<TrainStep> {
 
 fn main() -> Outcome<()> {
     let config = StepConfig::from_args();
-    let mesh = open_mesh(config.slots, NonZeroU64::new(config.bytes_per_second as u64))?;
+    let mesh = open_mesh(config.slots)?;
     let base_mib = peak_mib();
     let mut step = build_step(config, &mesh)?;
     let (ids, weights) = training_data(config)?;

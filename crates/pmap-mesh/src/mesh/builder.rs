@@ -1,6 +1,6 @@
 //! The builder of a mesh: its axes and options, then its devices.
 
-use std::{num::NonZeroU64, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use candle_core::Device;
 
@@ -18,15 +18,13 @@ use crate::{
     sync::catch,
 };
 
-/// Options of a mesh and of its sub-meshes.
+/// Options of a mesh.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Options {
     /// Whether workers are bound to cores.
     pub(crate) pin: bool,
     /// Time limit for a replica to wait in a collective; `None` for no limit.
     pub(crate) deadline: Option<Duration>,
-    /// Simulated bandwidth for lists of tensors between threads; `None` for no delay.
-    pub(crate) bytes_per_second: Option<NonZeroU64>,
 }
 
 /// A builder for [`DeviceMesh`]: set axes and options, then choose devices.
@@ -83,31 +81,6 @@ impl DeviceMeshBuilder {
         self
     }
 
-    /// Simulates a network of this bandwidth between the threads of one process. It delays lists of
-    /// tensors, such as the parameters and gradients of a sharded model; each slot receives one
-    /// list at a time. By default there is no delay.
-    ///
-    /// Use it for experiments on one machine: the cost of a slower network, and the part of it that
-    /// collectives hide when they are [started](crate::Replica::start_gather_runs) early. Results
-    /// do not change. Collectives between processes are not delayed.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use std::num::NonZeroU64;
-    ///
-    /// use pmap_mesh::DeviceMesh;
-    ///
-    /// let gigabyte = NonZeroU64::new(1_000_000_000).unwrap();
-    /// let mesh = DeviceMesh::builder().axis("data", 2).simulated_bandwidth(gigabyte).cpu()?;
-    /// # Ok::<(), pmap_mesh::Error>(())
-    /// ```
-    #[doc(hidden)]
-    pub fn simulated_bandwidth(mut self, bytes_per_second: NonZeroU64) -> Self {
-        self.options.bytes_per_second = Some(bytes_per_second);
-        self
-    }
-
     /// Builds the mesh of virtual devices, all of them this machine's processor.
     ///
     /// # Errors
@@ -152,11 +125,7 @@ impl DeviceMeshBuilder {
             let reason = format!("{devices} devices do not fill a mesh of {slots} slots");
             return Err(axes_error(reason).into());
         }
-        let backend = Arc::new(ThreadBackend::new(
-            slots,
-            self.options.deadline,
-            self.options.bytes_per_second,
-        ));
+        let backend = Arc::new(ThreadBackend::new(slots, self.options.deadline));
         DeviceMesh::start(devices, 0, Arc::new(topology), self.options, backend)
     }
 

@@ -3,13 +3,8 @@
 mod exchange;
 mod lists;
 mod rendezvous;
-mod simulated_link;
 
-use std::{
-    num::NonZeroU64,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Duration};
 
 use candle_core::{Result, Tensor};
 
@@ -22,7 +17,6 @@ use crate::{
             exchange::{GroupExchange, ListWork, MemberContribution, nth_of_each_member},
             lists::{ListOp, concat_flat},
             rendezvous::Rendezvous,
-            simulated_link::{SimulatedLink, sleep_until},
         },
         traffic::TrafficCounter,
     },
@@ -39,19 +33,11 @@ const SMALL_BYTES: usize = 16 << 10;
 pub(crate) struct ThreadBackend {
     counters: Arc<[TrafficCounter]>,
     deadline: Option<Duration>,
-    /// The simulated link of each slot, if a network is simulated.
-    links: Option<Arc<[SimulatedLink]>>,
 }
 
 impl ThreadBackend {
-    pub(crate) fn new(
-        slots: usize,
-        deadline: Option<Duration>,
-        bytes_per_second: Option<NonZeroU64>,
-    ) -> Self {
-        let links =
-            bytes_per_second.map(|rate| (0..slots).map(|_| SimulatedLink::new(rate)).collect());
-        Self { counters: (0..slots).map(|_| TrafficCounter::default()).collect(), deadline, links }
+    pub(crate) fn new(slots: usize, deadline: Option<Duration>) -> Self {
+        Self { counters: (0..slots).map(|_| TrafficCounter::default()).collect(), deadline }
     }
 }
 
@@ -63,7 +49,7 @@ impl Backend for ThreadBackend {
             .map(|slot| -> Arc<dyn Engine> {
                 let counters = Arc::clone(&self.counters);
                 let rendezvous = Arc::clone(&rendezvous);
-                Arc::new(ThreadEngine { rendezvous, slot, counters, links: self.links.clone() })
+                Arc::new(ThreadEngine { rendezvous, slot, counters })
             })
             .collect()
     }
@@ -87,15 +73,6 @@ struct ThreadEngine {
     rendezvous: Arc<Rendezvous>,
     slot: usize,
     counters: Arc<[TrafficCounter]>,
-    links: Option<Arc<[SimulatedLink]>>,
-}
-
-impl ThreadEngine {
-    /// Reserves the simulated link for a collective that starts now, and returns its arrival time;
-    /// `None` if no network is simulated.
-    fn reserve_link(&self, request: &ListRequest) -> Option<Instant> {
-        self.links.as_ref().map(|links| links[self.slot].reserve(request))
-    }
 }
 
 /// A started collective on lists.
@@ -105,16 +82,13 @@ struct StartedCollective {
     ctx: GroupContext,
     exchange: Arc<GroupExchange>,
     op: ListOp,
-    arrival: Option<Instant>,
 }
 
 impl PendingCollective for StartedCollective {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
-        let Self { rendezvous, ctx, exchange, op, arrival } = *self;
+        let Self { rendezvous, ctx, exchange, op } = *self;
         rendezvous.wait_for_members(&ctx, &exchange)?;
-        let results = op.compute_results(&rendezvous, &ctx, &exchange);
-        arrival.into_iter().for_each(sleep_until);
-        results
+        op.compute_results(&rendezvous, &ctx, &exchange)
     }
 }
 
@@ -173,16 +147,13 @@ impl Engine for ThreadEngine {
     }
 
     fn run_list(&self, ctx: &GroupContext, request: ListRequest) -> Result<Vec<Tensor>> {
-        let arrival = self.reserve_link(&request);
         let (op, contribution) = ListOp::new(request)?;
         let exchange = self.rendezvous.contribute_and_wait(
             ctx,
             contribution,
             Some(&|contributions| op.plan(contributions)),
         )?;
-        let results = op.compute_results(&self.rendezvous, ctx, &exchange);
-        arrival.into_iter().for_each(sleep_until);
-        results
+        op.compute_results(&self.rendezvous, ctx, &exchange)
     }
 
     fn start_list(
@@ -190,13 +161,12 @@ impl Engine for ThreadEngine {
         ctx: &GroupContext,
         request: ListRequest,
     ) -> Result<Box<dyn PendingCollective>> {
-        let arrival = self.reserve_link(&request);
         let (op, contribution) = ListOp::new(request)?;
         let exchange = self
             .rendezvous
             .contribute(ctx, contribution, &|contributions| op.plan(contributions))?;
         let rendezvous = Arc::clone(&self.rendezvous);
-        Ok(Box::new(StartedCollective { rendezvous, ctx: ctx.clone(), exchange, op, arrival }))
+        Ok(Box::new(StartedCollective { rendezvous, ctx: ctx.clone(), exchange, op }))
     }
 
     fn barrier(&self, ctx: &GroupContext) -> Result<()> {
