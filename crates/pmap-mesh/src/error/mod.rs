@@ -368,12 +368,6 @@ pub enum ProcessError {
         /// The message of its error.
         reason: String,
     },
-    /// A mesh of several processes does not support a feature.
-    #[error("{what} of a mesh that spans several processes is not supported")]
-    Unsupported {
-        /// The name of the feature.
-        what: &'static str,
-    },
 }
 
 impl Error {

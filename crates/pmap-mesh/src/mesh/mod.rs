@@ -61,7 +61,6 @@ struct MeshInner {
     /// The calling thread, if the mesh spans several processes.
     caller: OnceLock<ThreadId>,
     topology: Arc<Topology>,
-    options: Options,
     backend: Arc<dyn Backend>,
     workers: Workers,
 }
@@ -75,10 +74,7 @@ impl DeviceMesh {
 
     /// Returns a builder for a mesh with named axes.
     pub fn builder() -> DeviceMeshBuilder {
-        DeviceMeshBuilder {
-            axes: Vec::new(),
-            options: Options { pin: true, deadline: None, bytes_per_second: None },
-        }
+        DeviceMeshBuilder { axes: Vec::new(), options: Options { pin: true, deadline: None } }
     }
 
     /// Returns a row of these devices, in this order. They may be of different kinds, and the same
@@ -145,46 +141,9 @@ impl DeviceMesh {
             first_slot,
             caller: OnceLock::new(),
             topology,
-            options,
             backend,
             workers,
         })))
-    }
-
-    /// Returns the mesh, with separate workers, of the devices with this `coordinate` along `axis`;
-    /// it lacks that axis.
-    ///
-    /// # Errors
-    ///
-    /// [`MeshError::UnknownAxis`](crate::MeshError::UnknownAxis), [`MeshError::Axes`](crate::MeshError::Axes)
-    /// for a coordinate beyond the axis, [`ProcessError::Unsupported`], and the errors of [`new`](Self::new).
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use pmap_mesh::DeviceMesh;
-    ///
-    /// let grid = DeviceMesh::builder().axis("stage", 2).axis("data", 3).cpu()?;
-    /// assert_eq!(grid.sub_mesh("stage", 1)?.axes().collect::<Vec<_>>(), [("data", 3)]);
-    /// # Ok::<(), pmap_mesh::Error>(())
-    /// ```
-    pub fn sub_mesh(&self, axis: &str, coordinate: usize) -> Result<Self> {
-        if self.spans_processes() {
-            return Err(ProcessError::Unsupported { what: "a sub-mesh" }.into());
-        }
-        let set = self.topology().set(&axis.into())?;
-        let size = self.topology().size(set);
-        if coordinate >= size {
-            return Err(grid::axes_error(format!(
-                "coordinate {coordinate} is out of range for axis {axis} of size {size}"
-            ))
-            .into());
-        }
-        let groups = self.topology().groups(set);
-        let slots = self.local_slots().filter(|&slot| groups.position(slot).rank == coordinate);
-        let devices = slots.map(|slot| self.devices()[slot].clone()).collect();
-        let others = self.topology().axes().iter().filter(|(name, _)| name != axis).cloned();
-        DeviceMeshBuilder { axes: others.collect(), options: self.0.options }.devices(devices)
     }
 
     /// Returns the devices of this process's slots, by slot: the last axis varies fastest.
@@ -327,8 +286,8 @@ mod tests {
     /// without collectives.
     fn one_of_two_processes() -> DeviceMesh {
         let topology = Arc::new(Topology::new(vec![("a".into(), 2)], 2).unwrap());
-        let options = Options { pin: false, deadline: None, bytes_per_second: None };
-        let backend = Arc::new(ThreadBackend::new(2, None, None));
+        let options = Options { pin: false, deadline: None };
+        let backend = Arc::new(ThreadBackend::new(2, None));
         DeviceMesh::start(vec![Device::Cpu], 0, topology, options, backend).unwrap()
     }
 

@@ -245,16 +245,6 @@ fn missing_device_names_the_reason() {
 }
 
 #[test]
-fn sub_mesh_has_one_coordinate() {
-    let grid = DeviceMesh::builder().axis("a", 2).axis("b", 3).cpu().unwrap();
-    let row = grid.sub_mesh("a", 1).unwrap();
-    assert_eq!((row.len(), row.axes().collect::<Vec<_>>()), (3, vec![("b", 3)]));
-    let outside = grid.sub_mesh("b", 3).unwrap_err().to_string();
-    assert_eq!(outside, "coordinate 3 is out of range for axis b of size 3");
-    assert!(matches!(grid.sub_mesh("c", 0), Err(Error::Mesh(MeshError::UnknownAxis { .. }))));
-}
-
-#[test]
 fn shard_error_names_the_input() {
     // candle cannot copy tensors of such small floats, which a cut across rows needs.
     let x = Tensor::from_raw_buffer(&[0; 4], DType::F8E8M0, &[2, 2], &Device::Cpu).unwrap();
