@@ -11,8 +11,6 @@ use std::{
 
 #[cfg(feature = "mpi")]
 use candle_core::Device;
-#[cfg(feature = "nccl")]
-use candle_distributed::mesh::NcclStore;
 use candle_distributed::{
     mesh::{DeviceMesh, DeviceMeshBuilder, init_threads, support::THREAD_VARIABLES},
     types::{LaunchEnv, Placement, Rank, WorldSize, human::Printable},
@@ -263,7 +261,7 @@ impl DeviceArgs {
             launched.local_rank().ok_or_else(|| Error::usage("the launcher sets no local rank"))?;
         let store =
             self.store.clone().ok_or_else(|| Error::usage("--engine nccl needs a --store"))?;
-        Ok(builder.nccl(launched.placement(), local.as_usize(), &NcclStore::File(store))?)
+        Ok(builder.nccl(launched.placement(), local.as_usize(), store)?)
     }
 }
 

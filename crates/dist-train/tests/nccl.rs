@@ -15,7 +15,7 @@ use std::{cell::Cell, process::ExitCode};
 
 use candle_core::{Device, cuda_backend::cudarc::driver::CudaContext};
 use core_types::LaunchEnv;
-use pmap_mesh::{DeviceMesh, DeviceMeshBuilder, NcclStore};
+use pmap_mesh::{DeviceMesh, DeviceMeshBuilder};
 use process_tests::{Case, Engine, ranks};
 
 const CASES: [Case; 6] = [
@@ -43,8 +43,8 @@ impl Engine for NcclEngine {
     fn open(&self, builder: DeviceMeshBuilder) -> DeviceMesh {
         // All processes create their meshes in the same order.
         let nth = self.n_meshes.replace(self.n_meshes.get() + 1);
-        let store = NcclStore::File(process_tests::folder().join(format!("id-{nth}")));
-        builder.nccl(self.launched.placement(), self.local_rank(), &store).unwrap()
+        let store = process_tests::folder().join(format!("id-{nth}"));
+        builder.nccl(self.launched.placement(), self.local_rank(), store).unwrap()
     }
 
     fn device(&self) -> Device {

@@ -22,8 +22,6 @@ mod replica;
 mod spec;
 mod sync;
 
-#[cfg(feature = "nccl")]
-pub use crate::engine::nccl::NcclStore;
 pub use crate::{
     axes::{ALL, MeshAxes},
     device::{allocator::keep_freed_memory, threads::init_threads},

@@ -13,7 +13,7 @@ use std::{cell::Cell, process::ExitCode};
 
 use candle_core::{DType, Device, Tensor, Var, cuda_backend::cudarc::driver::CudaContext};
 use core_types::LaunchEnv;
-use pmap_mesh::{ALL, DeviceMesh, DeviceMeshBuilder, NcclStore};
+use pmap_mesh::{ALL, DeviceMesh, DeviceMeshBuilder};
 use process_tests::{Case, Engine, ranks};
 
 const CASES: &[Case] = &[
@@ -59,8 +59,8 @@ impl Engine for Nccl {
     fn open(&self, builder: DeviceMeshBuilder) -> DeviceMesh {
         // All processes build their meshes in the same order.
         let nth = self.n_meshes.replace(self.n_meshes.get() + 1);
-        let store = NcclStore::File(process_tests::folder().join(format!("id-{nth}")));
-        builder.nccl(self.launched.placement(), self.local_rank(), &store).unwrap()
+        let store = process_tests::folder().join(format!("id-{nth}"));
+        builder.nccl(self.launched.placement(), self.local_rank(), store).unwrap()
     }
 
     fn device(&self) -> Device {
@@ -94,8 +94,8 @@ fn host_tensor(engine: &Nccl) {
 
 /// Starts all processes on one GPU, which all of them reject before NCCL starts.
 fn one_gpu(engine: &Nccl) {
-    let store = NcclStore::File(process_tests::folder().join("id"));
-    let outcome = DeviceMesh::builder().nccl(engine.launched.placement(), 0, &store);
+    let store = process_tests::folder().join("id");
+    let outcome = DeviceMesh::builder().nccl(engine.launched.placement(), 0, store);
     panic!("{}", outcome.unwrap_err());
 }
 

@@ -1,5 +1,7 @@
 //! The builder of a mesh: its axes and options, then its devices.
 
+#[cfg(feature = "nccl")]
+use std::path::Path;
 use std::{sync::Arc, time::Duration};
 
 use candle_core::Device;
@@ -7,7 +9,7 @@ use candle_core::Device;
 #[cfg(feature = "mpi")]
 use crate::engine::mpi::{Mpi, MpiSession};
 #[cfg(feature = "nccl")]
-use crate::engine::nccl::{Nccl, NcclStore};
+use crate::engine::nccl::Nccl;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use crate::{engine::Backend, grid::PROCESS_DEADLINE};
 use crate::{
@@ -194,8 +196,12 @@ impl DeviceMeshBuilder {
     /// device to device.
     ///
     /// The launcher knows the rank and the device of each process: pass on the placement and the
-    /// local rank of `core_types::LaunchEnv`. The processes find each other through `store`, where
-    /// they wait up to ten minutes.
+    /// local rank of `core_types::LaunchEnv`. The processes find each other through `store`, the
+    /// path of a file that does not exist yet, on a file system that all machines share; they wait
+    /// up to ten minutes. Each rank creates a file of this name with its rank appended, such as
+    /// `name.3`. When rank 0 has read the files of all ranks, it writes the file `name`. Each rank
+    /// removes its files when all ranks have joined. Make the name unique, for example with the id
+    /// of the job: files of an earlier run are rejected.
     ///
     /// As over MPI, every process builds the same mesh and calls the same functions with the same
     /// arguments, and sums are formed in rank order. A failing replica ends its process with the
@@ -222,14 +228,14 @@ impl DeviceMeshBuilder {
         self,
         place: core_types::Placement,
         device: usize,
-        store: &NcclStore,
+        store: impl AsRef<Path>,
     ) -> Result<DeviceMesh> {
         let opened = Device::new_cuda_with_stream(device)
             .map_err(|cause| MeshError::Device { index: device, cause })?;
         let slot = place.rank().as_usize();
         let processes = place.world_size().as_usize();
         self.over_processes(slot, processes, opened, |topology, deadline, device| {
-            Ok(Arc::new(Nccl::new(place, device, store, Arc::clone(topology), deadline)?))
+            Ok(Arc::new(Nccl::new(place, device, store.as_ref(), Arc::clone(topology), deadline)?))
         })
     }
 

@@ -13,8 +13,6 @@ use std::{
 use ferrompi::{Communicator, Request, Source, ThreadLevel};
 
 use super::backoff::{TransferProgress, WaitBackoff};
-#[cfg(feature = "nccl")]
-use crate::grid::PROCESS_DEADLINE;
 use crate::{
     engine::processes,
     error::{Error, ProcessError, Result},
@@ -44,13 +42,6 @@ pub(crate) struct MpiSession {
 }
 
 impl MpiSession {
-    /// Starts a session like [`start_within`](Self::start_within), with the default deadline of
-    /// processes.
-    #[cfg(feature = "nccl")]
-    pub(crate) fn start() -> Result<Arc<Self>> {
-        Self::start_within(PROCESS_DEADLINE)
-    }
-
     /// Returns this process's session. If there is none yet, initializes MPI, which is possible
     /// only once, and waits until all processes have started or `deadline` has passed.
     pub(crate) fn start_within(deadline: Duration) -> Result<Arc<Self>> {
@@ -171,20 +162,6 @@ impl MpiSession {
             }
             Ok(())
         })
-    }
-
-    /// Broadcasts the `bytes` of a rank to all processes.
-    #[cfg(feature = "nccl")]
-    #[expect(clippy::expect_used, reason = "MPI ranks are 32-bit numbers")]
-    pub(crate) fn broadcast(&self, bytes: &mut [u8], from: usize) -> Result<()> {
-        let from = i32::try_from(from).expect("a rank of the program");
-        self.world.broadcast(bytes, from).map_err(|error| mpi_error(error.to_string()))
-    }
-
-    /// Prints the reason and ends all processes.
-    #[cfg(feature = "nccl")]
-    pub(crate) fn exit_all(&self, reason: &str) -> ! {
-        exit_all(&self.world, reason)
     }
 
     /// Installs a panic hook that ends all processes. Without the hook, an unwinding rank would

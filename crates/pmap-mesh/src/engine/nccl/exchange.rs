@@ -27,18 +27,11 @@ const ALIGNMENT: usize = 16;
 #[derive(Clone, Debug)]
 pub(super) struct ExitHandler {
     pub(super) slot: usize,
-    /// The MPI program, if the processes found each other through MPI.
-    #[cfg(feature = "mpi")]
-    pub(super) session: Option<Arc<crate::engine::mpi::MpiSession>>,
 }
 
 impl ExitHandler {
-    /// Prints the reason and ends this process; in an MPI program, ends all processes.
+    /// Prints the reason and ends this process.
     pub(super) fn end(&self, reason: &str) -> ! {
-        #[cfg(feature = "mpi")]
-        if let Some(session) = &self.session {
-            session.exit_all(reason);
-        }
         processes::exit_process(self.slot, reason, || process::exit(1))
     }
 }

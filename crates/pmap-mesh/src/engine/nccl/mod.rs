@@ -21,6 +21,7 @@ mod store;
 mod tests;
 
 use std::{
+    path::Path,
     slice,
     sync::{Arc, OnceLock, mpsc::RecvTimeoutError},
     time::Duration,
@@ -29,14 +30,13 @@ use std::{
 use candle_core::{CudaDevice, Device, Result, Tensor, bail};
 use core_types::Placement;
 
-pub use self::store::NcclStore;
 use self::{
     comm_thread::{CommThread, StartedReceiver},
     exchange::{ExitHandler, NcclCall, NcclChannel, deadline_error, empty_tensor},
     link::{NcclLink, is_supported, new_id},
     list_ops::{NcclListOp, ReduceBy, TensorReduction, concat_flat, flat},
     peers::PeerInfo,
-    store::{CommId, MeshBootstrap},
+    store::{CommId, MeshBootstrap, bootstrap},
 };
 use crate::{
     axes::ALL,
@@ -86,7 +86,7 @@ impl Nccl {
     pub(crate) fn new(
         place: Placement,
         device: &Device,
-        store: &NcclStore,
+        store: &Path,
         topology: Arc<Topology>,
         deadline: Duration,
     ) -> error::Result<Self> {
@@ -98,14 +98,10 @@ impl Nccl {
             )));
         }
         let cuda = device.as_cuda_device().map_err(|error| nccl_error(error.to_string()))?;
-        let bootstrap = store.bootstrap(place, PeerInfo::on(cuda), JOIN_TIME, || {
+        let bootstrap = bootstrap(store, place, PeerInfo::on(cuda), JOIN_TIME, || {
             Ok([new_id().map_err(nccl_error)?, new_id().map_err(nccl_error)?])
         })?;
-        let exit = ExitHandler {
-            slot: place.rank().as_usize(),
-            #[cfg(feature = "mpi")]
-            session: bootstrap.session.clone(),
-        };
+        let exit = ExitHandler { slot: place.rank().as_usize() };
         let [blocking_id, background_id] = bootstrap.ids;
         let mut blocking = open_channel(cuda, place, blocking_id, &exit)?;
         let mut background = open_channel(cuda, place, background_id, &exit)?;

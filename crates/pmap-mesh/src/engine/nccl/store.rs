@@ -19,8 +19,6 @@ use core_types::{Placement, Rank, files::AtomicFile};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::peers::{PeerInfo, check_distinct_gpus, token};
-#[cfg(feature = "mpi")]
-use crate::engine::mpi::MpiSession;
 use crate::error::{Error, ProcessError, Result};
 
 /// The id of a communicator, created and read by NCCL.
@@ -43,57 +41,26 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// times a second.
 const READ_TIME: Duration = Duration::from_secs(10);
 
-/// The place where the processes of a mesh over NCCL find each other.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum NcclStore {
-    /// A file that does not exist yet, on a file system that all machines share.
-    ///
-    /// Each rank creates a file of this name with its rank appended, such as `name.3`. When rank 0
-    /// has read the files of all ranks, it writes the file `name`. Each rank removes its files when
-    /// all ranks have joined. Make the name unique, for example with the id of the job: files of an
-    /// earlier run are rejected.
-    File(PathBuf),
-    /// The MPI program that `mpirun` or `srun` has started with these processes.
-    ///
-    /// The program lasts as long as the mesh, and a failure of one process ends all processes.
-    #[cfg(feature = "mpi")]
-    Mpi,
-}
-
 /// The result of a rendezvous, kept until all processes have joined the communicators.
 #[derive(Debug)]
 pub(super) struct MeshBootstrap {
     pub(super) ids: CommIds,
     /// The files to remove on drop.
     _own_files: Vec<OwnFile>,
-    #[cfg(feature = "mpi")]
-    pub(super) session: Option<std::sync::Arc<MpiSession>>,
 }
 
-impl NcclStore {
-    /// Returns the ids that rank 0 creates with `make`, if all processes can take part. `own` is
-    /// the description of this process, or the reason why it cannot take part.
-    pub(super) fn bootstrap(
-        &self,
-        place: Placement,
-        own: Report<PeerInfo>,
-        timeout: Duration,
-        make: impl FnOnce() -> Result<CommIds>,
-    ) -> Result<MeshBootstrap> {
-        match self {
-            Self::File(path) => {
-                let files = StoreFiles { path, place, start: Instant::now(), timeout };
-                if place.rank() == Rank::ZERO {
-                    files.run_rank_0(own, make)
-                } else {
-                    files.run_other_rank(own)
-                }
-            }
-            #[cfg(feature = "mpi")]
-            Self::Mpi => bootstrap_by_mpi(place, own, make),
-        }
-    }
+/// Returns the ids that rank 0 creates with `make`, if all processes can take part. `own` is the
+/// description of this process, or the reason why it cannot take part. The processes find each
+/// other through files named after `path`.
+pub(super) fn bootstrap(
+    path: &Path,
+    place: Placement,
+    own: Report<PeerInfo>,
+    timeout: Duration,
+    make: impl FnOnce() -> Result<CommIds>,
+) -> Result<MeshBootstrap> {
+    let files = StoreFiles { path, place, start: Instant::now(), timeout };
+    if place.rank() == Rank::ZERO { files.run_rank_0(own, make) } else { files.run_other_rank(own) }
 }
 
 /// A file of the rendezvous, with its contents.
@@ -154,12 +121,7 @@ impl StoreFiles<'_> {
             Ok((ids, peers)) => {
                 let record = FinalRecord { ids: ids.concat(), peers };
                 self.fill(&file, Report::Ok(record))?;
-                Ok(MeshBootstrap {
-                    ids,
-                    _own_files: vec![file, call_file],
-                    #[cfg(feature = "mpi")]
-                    session: None,
-                })
+                Ok(MeshBootstrap { ids, _own_files: vec![file, call_file] })
             }
             Err(error) => {
                 self.fill(&file, Report::<FinalRecord>::Err(error.to_string()))?;
@@ -197,8 +159,6 @@ impl StoreFiles<'_> {
         Ok(MeshBootstrap {
             ids: parse_ids(&ids).ok_or_else(|| stale_error(self.path))?,
             _own_files: vec![own_file],
-            #[cfg(feature = "mpi")]
-            session: None,
         })
     }
 
@@ -306,52 +266,6 @@ fn parse_ids(bytes: &[u8]) -> Option<CommIds> {
     ids.try_into().ok().filter(|_| rest.is_empty())
 }
 
-/// Runs the rendezvous through the MPI program of these processes.
-#[cfg(feature = "mpi")]
-#[expect(clippy::expect_used, reason = "the description of a process is valid JSON")]
-fn bootstrap_by_mpi(
-    place: Placement,
-    own: Report<PeerInfo>,
-    make: impl FnOnce() -> Result<CommIds>,
-) -> Result<MeshBootstrap> {
-    let session = MpiSession::start()?;
-    let own_rank = session.rank();
-    let size = session.size();
-    // A process that cannot take part ends the program, since the other processes would wait for
-    // the ids and for its description.
-    if own_rank != place.rank().as_usize() || size != place.world_size().as_usize() {
-        session.exit_all(&format!("this process is rank {own_rank} of {size}, not {place}"));
-    }
-    let own = own.unwrap_or_else(|reason| session.exit_all(&reason));
-    let own_bytes = serde_json::to_vec(&own).expect("numbers and a name have a form in JSON");
-    let mut ids = [[0; size_of::<CommId>()]; 2];
-    if place.rank() == Rank::ZERO {
-        ids = make().unwrap_or_else(|error| session.exit_all(&error.to_string()));
-    }
-    for id in &mut ids {
-        session.broadcast(id, 0)?;
-    }
-    let mut peers = Vec::new();
-    for rank in 0..size {
-        let bytes = broadcast(&session, own_bytes.clone(), rank)?;
-        peers.push(serde_json::from_slice(&bytes).map_err(nccl_error)?);
-    }
-    check_distinct_gpus(&peers).map_err(nccl_error)?;
-    Ok(MeshBootstrap { ids, _own_files: Vec::new(), session: Some(session) })
-}
-
-/// Broadcasts the bytes of rank `from`: first how many there are, which the other ranks do not
-/// know, then the bytes.
-#[cfg(feature = "mpi")]
-#[expect(clippy::expect_used, reason = "the description of a process fits in memory")]
-fn broadcast(session: &MpiSession, mut bytes: Vec<u8>, from: usize) -> Result<Vec<u8>> {
-    let mut len = (bytes.len() as u64).to_le_bytes();
-    session.broadcast(&mut len, from)?;
-    bytes.resize(usize::try_from(u64::from_le_bytes(len)).expect("a length in memory"), 0);
-    session.broadcast(&mut bytes, from)?;
-    Ok(bytes)
-}
-
 /// A file that this process has created, and removes on drop.
 #[derive(Debug)]
 struct OwnFile(PathBuf);
@@ -401,8 +315,7 @@ mod tests {
         timeout: Duration,
     ) -> Result<CommIds> {
         let place = Placement::new(u64::from(rank), 2).unwrap();
-        let store = NcclStore::File(path.to_owned());
-        store.bootstrap(place, peer, timeout, || Ok(IDS)).map(|bootstrap| bootstrap.ids)
+        bootstrap(path, place, peer, timeout, || Ok(IDS)).map(|bootstrap| bootstrap.ids)
     }
 
     fn join(path: &Path, rank: u8, timeout: Duration) -> Result<CommIds> {
@@ -437,10 +350,9 @@ mod tests {
     fn rank_0_ids_reach_every_rank() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
-        let store = NcclStore::File(path.clone());
         let start = |rank: u8| {
             let place = Placement::new(u64::from(rank), 2).unwrap();
-            store.bootstrap(place, Ok(peer(rank, "here")), LATE, || Ok(IDS)).unwrap()
+            bootstrap(&path, place, Ok(peer(rank, "here")), LATE, || Ok(IDS)).unwrap()
         };
         thread::scope(|scope| {
             let other = scope.spawn(|| start(1));

@@ -158,14 +158,6 @@ impl TransferHandle for InMemory {
     }
 }
 
-fn exit(slot: usize) -> ExitHandler {
-    ExitHandler {
-        slot,
-        #[cfg(feature = "mpi")]
-        session: None,
-    }
-}
-
 fn channel(network: &Arc<Network>, exit: &ExitHandler) -> NcclChannel {
     NcclChannel {
         link: Box::new(Port::new(network, exit.slot)),
@@ -184,7 +176,7 @@ fn run<T: Send>(axes: &Axes, f: impl Fn(&Replica) -> T + Sync) -> Vec<T> {
     let topology = Arc::new(Topology::new(axes, 64).unwrap());
     let networks = [Arc::<Network>::default(), Arc::default()];
     let replica = |slot| {
-        let exit = exit(slot);
+        let exit = ExitHandler { slot };
         let [blocking, background] = networks.each_ref().map(|network| channel(network, &exit));
         let engine = Nccl(Arc::new(NcclInner {
             topology: Arc::clone(&topology),
@@ -386,7 +378,7 @@ fn failed_collective_blocks_later_ones() {
     let ctx = GroupContext::new(ALL, &topology, 0, "psum", None).unwrap();
     let fails: [fn() -> Result<()>; 2] = [|| bail!("no memory"), || panic!("no memory")];
     for fail in fails {
-        let channel = channel(&network, &exit(0));
+        let channel = channel(&network, &ExitHandler { slot: 0 });
         let call = NcclCall { channel: &channel, ctx: &ctx };
         call.carry_out(|| Ok(())).unwrap();
         assert!(channel.broken.get().is_none());
@@ -418,8 +410,8 @@ fn unsupported_dtypes_are_rejected() {
 fn world_size_must_match_the_mesh() {
     let topology = Arc::new(Topology::new(vec![("a".into(), 3)], 64).unwrap());
     let place = Placement::new(0, 2).unwrap();
-    let store = NcclStore::File("not looked at".into());
-    let outcome = Nccl::new(place, &Device::Cpu, &store, topology, Duration::ZERO);
+    let store = Path::new("not looked at");
+    let outcome = Nccl::new(place, &Device::Cpu, store, topology, Duration::ZERO);
     assert!(
         matches!(outcome, Err(Error::Process(ProcessError::Nccl { reason })) if reason == "2 processes do not fill a mesh of 3 slots")
     );
