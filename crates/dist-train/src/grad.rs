@@ -295,10 +295,8 @@ pub(crate) fn sum_grads(
             });
         }
     }
-    let wanted_positions: Vec<usize> = wanted.iter().filter_map(|&var| positions[var]).collect();
-    let mut sums = ctx.psum_list(summands, &wanted_positions, ALL)?.into_iter();
-    // `psum_list` returns the sums in the order of `wanted_positions`.
-    Ok(wanted.iter().map(|&var| positions[var].and_then(|_| sums.next())).collect())
+    let sums = ctx.psum_list("gradients", &summands, ALL)?;
+    Ok(wanted.iter().map(|&var| positions[var].map(|n| sums[n].clone())).collect())
 }
 
 /// Divides items of the given `sizes` among `n_owners` slots so that their loads are nearly even,

@@ -427,10 +427,7 @@ impl Attached<Vec<Tensor>> {
             return Ok(Self { aux, join });
         }
         let aux = match join {
-            Join::Sum => {
-                let all: Vec<usize> = (0..aux.len()).collect();
-                ctx.psum_list(aux, &all, ALL)?
-            }
+            Join::Sum => ctx.psum_list("attached tensors", &aux, ALL)?,
             Join::Rows => join_rows(ctx, &aux, errors)?,
         };
         Ok(Self { aux, join })

@@ -14,21 +14,20 @@ use std::{cell::Cell, process::ExitCode};
 use candle_core::{DType, Device, Tensor, Var, cuda_backend::cudarc::driver::CudaContext};
 use core_types::LaunchEnv;
 use pmap_mesh::{ALL, DeviceMesh, DeviceMeshBuilder};
-use process_tests::{Case, Engine, ranks};
+use process_tests::{Case, Engine, lists, ranks};
 
 const CASES: &[Case] = &[
     Case::succeeds("collectives", 1),
     Case::succeeds("calls", 1),
     Case::succeeds("replicated", 2),
-    Case::succeeds("lists", 2),
     Case::succeeds("trees", 2),
     Case::succeeds("underway", 1),
     Case::succeeds("runs", 2),
     Case::succeeds("set afterwards", 1),
     Case::fails("one gpu", 2, "take the same GPU, but NCCL needs one for each process"),
-    Case::fails("started others", 2, "replica 1 calls start_psum of f32 [4]"),
-    Case::fails("not waited", 2, "without having waited for start_psum"),
-    Case::fails("not started", 2, "replica 0 waited for more than 500ms in start_psum"),
+    Case::fails("started others", 2, "replica 1 calls start_reduce_runs(sum, layout "),
+    Case::fails("not waited", 2, "without having waited for start_reduce_runs"),
+    Case::fails("not started", 2, "replica 0 waited for more than 500ms in start_reduce_runs"),
     Case::fails("integers of 32 bits", 2, "tensors of type i32 cannot be sent over NCCL"),
     Case::fails("host tensor", 1, "NCCL needs it on the device of its replica"),
     Case::fails("failure", 2, "failed: no more data"),
@@ -104,7 +103,7 @@ fn integers_of_32_bits(engine: &Nccl) {
     let mesh = engine.open(DeviceMesh::builder());
     let run = mesh.pmap(|ctx, _: Tensor| {
         let x = Tensor::zeros(3, DType::I32, ctx.device())?;
-        ctx.start_psum(&x, ALL)?.wait()?;
+        lists::start_sum(ctx, &x, ALL)?.wait()?;
         ctx.psum(&x, ALL)
     });
     drop(run.in_axes(None).call(process_tests::nothing()));

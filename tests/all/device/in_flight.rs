@@ -46,29 +46,33 @@ fn pending_collectives_complete_in_any_order() {
         let run = mesh.pmap(move |ctx, ()| {
             let [x, y] = [numbers(ctx, 1)?, numbers(ctx, 2)?];
             let own = &layout.runs(ctx.slot())[0].items;
-            let first = ctx.start_psum(&x, ALL)?;
-            let second = ctx.start_reduce_runs(vec![y.clone()], &layout, ALL)?;
+            let sum_of = |x: Tensor| ctx.start_reduce_runs(vec![x], &layout, ALL);
+            let first = sum_of(x.clone())?;
+            let second = sum_of(y.clone())?;
             let sum = ctx.psum(&y, ALL)?;
             let own = sum.narrow(0, own.start, own.len())?;
             let third = ctx.start_gather_runs(vec![own], &layout, ALL)?;
             // Computed while the others are in flight.
-            let last = ctx.start_psum(&x.affine(1.0, 2.0)?, ALL)?;
+            let last = sum_of(x.affine(1.0, 2.0)?)?;
+            let one = |mut list: Vec<Tensor>| list.swap_remove(0);
             let whole = |mut gathered: Vec<Var>| gathered.swap_remove(0).into_inner();
             if ctx.slot() == 0 {
-                let last = last.wait()?;
+                let last = one(last.wait()?);
                 let gathered = whole(third.wait()?);
-                return Ok((second.wait()?.swap_remove(0), first.wait()?, gathered, last));
+                return Ok((one(second.wait()?), one(first.wait()?), last, gathered));
             }
-            let first = first.wait()?;
-            let reduced = second.wait()?.swap_remove(0);
-            Ok((reduced, first, whole(third.wait()?), last.wait()?))
+            let first = one(first.wait()?);
+            let reduced = one(second.wait()?);
+            let gathered = whole(third.wait()?);
+            Ok((reduced, first, one(last.wait()?), gathered))
         });
-        let run = run.out_axes([P::shard(0, ALL), P::replicate(), P::replicate(), P::replicate()]);
-        let (reduced, first, gathered, last) = run.call(()).unwrap();
-        assert_eq!(items(&reduced), items(&sum(2)));
+        let rows = P::shard(0, ALL);
+        let run = run.out_axes([rows.clone(), rows.clone(), rows, P::replicate()]);
+        let (second, first, last, gathered) = run.call(()).unwrap();
+        assert_eq!(items(&second), items(&sum(2)));
         assert_eq!(items(&first), items(&sum(1)));
-        assert_eq!(items(&gathered), items(&sum(2)));
         assert_eq!(items(&last), items(&sum(3)));
+        assert_eq!(items(&gathered), items(&sum(2)));
     }
 }
 
@@ -103,7 +107,7 @@ fn sums_tolerate_a_concurrent_set() {
                     // The values are arbitrary; the calls must return.
                     ctx.psum(&x, ALL)?;
                     ctx.all_to_all(&x.narrow(0, 0, ITEMS - 1)?, 0, 0, ALL)?;
-                    ctx.start_psum(&x, ALL)?.wait()?;
+                    ctx.psum_list("x", &[x.clone(), x.clone()], ALL)?;
                 }
                 Tensor::new(0_f32, ctx.device())
             });

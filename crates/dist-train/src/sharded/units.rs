@@ -353,11 +353,10 @@ impl ShardedVars {
             }
         }
         if !copies.is_empty() {
-            let all: Vec<usize> = (0..copies.len()).collect();
             let positions = self.own_positions(ctx, &unit.copies);
             // All-reduced under the unit's name: a unit without sharded parameters has no
             // all-gather, so nothing has checked yet that all replicas entered the same unit.
-            let copy_sums = ctx.psum_named(&name, copies, &all, ALL)?;
+            let copy_sums = ctx.psum_list(&name, &copies, ALL)?;
             for (position, sum) in positions.into_iter().zip(copy_sums) {
                 sums.push((position, self.to_sum_dtype(ctx, position, &sum.flatten_all()?)?));
             }
@@ -386,10 +385,7 @@ impl ShardedVars {
         match &self.axes.replica {
             // A slot without items need not take part: its peers in other groups have no items
             // either.
-            Some(axes) if !sums.is_empty() => {
-                let all: Vec<usize> = (0..sums.len()).collect();
-                ctx.psum_named(layout.name(), sums, &all, axes)
-            }
+            Some(axes) if !sums.is_empty() => ctx.psum_list(layout.name(), &sums, axes),
             Some(_) | None => Ok(sums),
         }
     }

@@ -75,8 +75,13 @@ pub(crate) enum AllgatherPurpose {
 /// calls agree, and sums in rank order. It never lets a member wait for a member that has failed or
 /// returned: the collective returns an error, and [`failure`](Self::failure) returns the cause.
 pub(crate) trait Engine: fmt::Debug + Send + Sync {
-    /// Returns `x` reduced over all members.
-    fn all_reduce(&self, ctx: &GroupContext, x: &Tensor, reduction: Reduction) -> Result<Tensor>;
+    /// Returns each tensor of a list reduced over all members, in a group of several.
+    fn all_reduce(
+        &self,
+        ctx: &GroupContext,
+        list: &[Tensor],
+        reduction: Reduction,
+    ) -> Result<Vec<Tensor>>;
 
     /// Returns the tensors of all members, by rank.
     fn all_gather(&self, ctx: &GroupContext, x: &Tensor) -> Result<GatheredTensors>;
@@ -93,7 +98,7 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     fn run_list(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>>;
 
     /// Starts a collective on lists in a group of several members, and returns before the other
-    /// members arrive. Only MPI waits for them if each member [wants](WantedTensors::Own) other tensors.
+    /// members arrive.
     fn start_list(
         &self,
         ctx: &GroupContext,
@@ -188,20 +193,13 @@ pub(crate) enum ListRequest {
         /// The device of the results.
         device: Device,
     },
-    /// Reduces lists of the same dtypes and shapes over all members, and returns the part that this
-    /// member wants.
-    Reduce { list: Vec<Tensor>, wanted: WantedTensors, reduction: Reduction },
-}
-
-/// The part of a reduced list that each member wants.
-#[derive(Clone, Debug)]
-pub(crate) enum WantedTensors {
-    /// Every tensor of the list.
-    Everything,
-    /// Tensors by index. The other members' choices may differ and are exchanged.
-    Own(Vec<usize>),
-    /// The runs of each rank, as tensors of one dimension; several ranks may want the same run.
-    ByRank(Arc<[Vec<Run>]>),
+    /// Sums lists of the same dtypes and shapes over all members, and returns the sums of this
+    /// member's runs, as tensors of one dimension.
+    Sum {
+        list: Vec<Tensor>,
+        /// The runs that each rank gets; several ranks may get the same run.
+        runs_by_rank: Arc<[Vec<Run>]>,
+    },
 }
 
 /// A collective that was started, and for which the replica has not waited yet.

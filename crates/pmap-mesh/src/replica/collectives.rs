@@ -9,7 +9,7 @@ use crate::{
     device::to_device::{contiguous_copy, n_bytes, to_contiguous},
     engine::{
         Engine, FinishedCollective, GatheredTensors, GroupContext, ListRequest, PendingCollective,
-        SendReceive, WantedTensors,
+        SendReceive,
         layout::{Run, RunLayout},
         traffic::CollectiveKind,
     },
@@ -34,51 +34,21 @@ impl Collectives {
         Self { engine, outstanding: Arc::default() }
     }
 
+    /// Returns the reductions of all tensors of a list.
     pub(crate) fn all_reduce(
         &self,
         ctx: &GroupContext,
-        x: &Tensor,
+        list: &[Tensor],
         reduction: Reduction,
-    ) -> Result<Tensor> {
+    ) -> Result<Vec<Tensor>> {
         // Copy in a group of one as well: the result must not change when the argument is set in
         // place.
         if ctx.size() == 1 {
-            return contiguous_copy(&x.detach());
+            return list.iter().map(|x| contiguous_copy(&x.detach())).collect();
         }
-        self.count(ctx, CollectiveKind::AllReduce, n_bytes(x));
-        self.engine.all_reduce(ctx, &x.detach(), reduction)
-    }
-
-    /// Starts the sum of one tensor.
-    pub(crate) fn start_sum(
-        &self,
-        ctx: &GroupContext,
-        x: &Tensor,
-    ) -> Result<Box<dyn PendingCollective>> {
-        self.count(ctx, CollectiveKind::AllReduce, n_bytes(x));
-        self.start(ctx, sum_request(vec![x.detach()], WantedTensors::Everything))
-    }
-
-    /// Returns the reductions of all tensors of a list.
-    pub(crate) fn reduce_list(
-        &self,
-        ctx: &GroupContext,
-        list: Vec<Tensor>,
-        reduction: Reduction,
-    ) -> Result<Vec<Tensor>> {
         self.count(ctx, CollectiveKind::AllReduce, list.iter().map(n_bytes).sum());
-        self.run(ctx, reduction_request(list, WantedTensors::Everything, reduction))
-    }
-
-    /// Returns the sums of the `wanted` tensors of the list.
-    pub(crate) fn sum_list(
-        &self,
-        ctx: &GroupContext,
-        list: Vec<Tensor>,
-        wanted: &[usize],
-    ) -> Result<Vec<Tensor>> {
-        self.count(ctx, CollectiveKind::AllReduce, list.iter().map(n_bytes).sum());
-        self.run(ctx, sum_request(list, WantedTensors::Own(wanted.to_vec())))
+        let list: Vec<Tensor> = list.iter().map(Tensor::detach).collect();
+        self.engine.all_reduce(ctx, &list, reduction)
     }
 
     /// Returns the sum on rank `root`, and `None` on the other ranks.
@@ -89,9 +59,9 @@ impl Collectives {
         root: usize,
     ) -> Result<Option<Tensor>> {
         self.count(ctx, CollectiveKind::Reduce, n_bytes(x));
-        let mut wanted = vec![Vec::new(); ctx.size()];
-        wanted[root].push(Run { tensor: 0, items: 0..x.elem_count() });
-        let request = sum_request(vec![x.detach()], WantedTensors::ByRank(wanted.into()));
+        let mut runs = vec![Vec::new(); ctx.size()];
+        runs[root].push(Run { tensor: 0, items: 0..x.elem_count() });
+        let request = ListRequest::Sum { list: vec![x.detach()], runs_by_rank: runs.into() };
         let mut sums = self.run(ctx, request)?;
         sums.pop().map(|sum| sum.reshape(x.shape())).transpose()
     }
@@ -120,7 +90,7 @@ impl Collectives {
     ) -> Result<Tensor> {
         self.count(ctx, CollectiveKind::ReduceScatter, n_bytes(x));
         if ctx.size() > 1 && n_bytes(x) <= SMALL_BYTES {
-            let sum = self.engine.all_reduce(ctx, &x.detach(), Reduction::Sum)?;
+            let sum = self.engine.all_reduce(ctx, &[x.detach()], Reduction::Sum)?.swap_remove(0);
             let start = sizes[..ctx.rank].iter().sum();
             return contiguous_copy(&sum.narrow(dim, start, sizes[ctx.rank])?);
         }
@@ -133,10 +103,11 @@ impl Collectives {
             end += rows * row_items;
             vec![Run { tensor: 0, items: start..end }]
         });
-        let wanted = WantedTensors::ByRank(runs.collect());
+        let runs_by_rank = runs.collect();
         let mut own_dims = rows_first.dims().to_vec();
         own_dims[0] = sizes[ctx.rank];
-        let sum = self.run(ctx, sum_request(vec![rows_first], wanted))?.swap_remove(0);
+        let request = ListRequest::Sum { list: vec![rows_first], runs_by_rank };
+        let sum = self.run(ctx, request)?.swap_remove(0);
         to_contiguous(&sum.reshape(own_dims)?.transpose(0, dim)?)
     }
 
@@ -161,7 +132,8 @@ impl Collectives {
         layout: &RunLayout,
     ) -> ListRequest {
         self.count(ctx, CollectiveKind::ReduceScatter, list.iter().map(n_bytes).sum());
-        sum_request(list, WantedTensors::ByRank(Arc::clone(layout.by_rank())))
+        let list = list.into_iter().map(|x| x.detach()).collect();
+        ListRequest::Sum { list, runs_by_rank: Arc::clone(layout.by_rank()) }
     }
 
     /// Runs a request, and waits for its results.
@@ -270,19 +242,6 @@ pub(crate) fn even_parts(x: &Tensor, dim: usize, ctx: &GroupContext) -> Result<V
         );
     }
     Ok(vec![rows / ctx.size(); ctx.size()])
-}
-
-fn sum_request(list: Vec<Tensor>, wanted: WantedTensors) -> ListRequest {
-    reduction_request(list, wanted, Reduction::Sum)
-}
-
-fn reduction_request(
-    list: Vec<Tensor>,
-    wanted: WantedTensors,
-    reduction: Reduction,
-) -> ListRequest {
-    let list = list.into_iter().map(|x| x.detach()).collect();
-    ListRequest::Reduce { list, wanted, reduction }
 }
 
 /// Concatenates gathered tensors in `dim`; `sizes` are the tensors' sizes in `dim`.

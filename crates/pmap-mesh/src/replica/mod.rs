@@ -19,7 +19,6 @@ use crate::{
     reduce::Reduction,
     replica::{
         collectives::{Collectives, even_parts},
-        pending::Pending,
         rng::{BatchKeys, ReplicaRng},
         transpose::Transpose,
     },
@@ -279,16 +278,12 @@ impl Replica {
         transpose: impl Fn(usize) -> Transpose,
     ) -> Result<T> {
         let list = leaves(tree);
-        let (ctx, results) = if let [x] = &list[..] {
-            let ctx = self.context(op, Some(x), axes)?;
-            let result = self.0.collectives.all_reduce(&ctx, x, reduction)?;
-            (ctx, vec![result])
-        } else {
-            let ctx =
-                self.context(op, None, axes)?.with_detail(format!(" of {} tensors", list.len()));
-            let results = self.0.collectives.reduce_list(&ctx, list.clone(), reduction)?;
-            (ctx, results)
+        let detail = match list.len() {
+            1 => String::new(),
+            len => format!(" of {len} tensors"),
         };
+        let ctx = self.list_context(op, &list, axes)?.with_detail(detail);
+        let results = self.0.collectives.all_reduce(&ctx, &list, reduction)?;
         let mut linked = Vec::with_capacity(list.len());
         for (x, result) in list.iter().zip(results) {
             linked.push(transpose::link_gradient(x, result, || transpose(ctx.size()))?);
@@ -436,18 +431,6 @@ impl Replica {
         self.0.collectives.barrier(&ctx)
     }
 
-    #[track_caller]
-    fn sum_list(
-        &self,
-        detail: String,
-        list: Vec<Tensor>,
-        wanted: &[usize],
-        axes: MeshAxes,
-    ) -> Result<Vec<Tensor>> {
-        let ctx = self.context("psum_list", None, axes)?.with_detail(detail);
-        self.0.collectives.sum_list(&ctx, list, wanted)
-    }
-
     /// Records that the function has ended in this replica, with this outcome.
     pub(crate) fn record_end(&self, outcome: crate::error::Result<()>) {
         self.0.collectives.record_end(self.0.slot, outcome);
@@ -464,6 +447,19 @@ impl Replica {
         ctx.map_err(|error| self.0.collectives.fail_with(error.into()))
     }
 
+    /// Returns the context of a collective on a list. A single tensor is a part of the call, so that
+    /// a mismatch shows its dtype and shape.
+    #[track_caller]
+    fn list_context(
+        &self,
+        op: &'static str,
+        list: &[Tensor],
+        axes: MeshAxes,
+    ) -> Result<GroupContext> {
+        let only = if let [x] = list { Some(x) } else { None };
+        self.context(op, only, axes)
+    }
+
     fn set(&self, axes: &MeshAxes) -> Result<AxisSet> {
         let set = self.0.topology.set(axes);
         set.map_err(|error| self.0.collectives.fail_with(error.into()))
@@ -477,43 +473,10 @@ impl Replica {
         self.0.local_index
     }
 
-    /// Starts a [`psum`](Self::psum) without waiting for the other replicas.
+    /// Returns the sums of the tensors of a list over the replicas along `axes`, in one collective.
     ///
-    /// # Errors
-    ///
-    /// The errors of [`psum`](Self::psum) that can be detected before the other replicas arrive.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use candle_core::{Device, Tensor};
-    /// use pmap_mesh::{ALL, DeviceMesh, P};
-    ///
-    /// let mesh = DeviceMesh::cpu(2)?;
-    /// let sums = mesh.pmap(|ctx, x: Tensor| {
-    ///     let sum = ctx.start_psum(&x, ALL)?;
-    ///     let squares = ctx.start_psum(&x.sqr()?, ALL)?; // while the first is pending
-    ///     squares.wait()? - sum.wait()?
-    /// });
-    /// let x = Tensor::new(&[1_f32, 2., 3., 4.], &Device::Cpu)?;
-    /// assert_eq!(sums.out_axes(P::replicate()).call(x)?.to_vec1::<f32>()?, [6., 14.]);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    #[track_caller]
-    pub fn start_psum(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Pending<Tensor>> {
-        let ctx = self.context("start_psum", Some(x), axes.into())?;
-        let collective = self.0.collectives.start_sum(&ctx, x)?;
-        let x = x.clone();
-        Ok(Pending::new(collective, move |mut sums: Vec<Tensor>| {
-            transpose::link_gradient(&x, sums.swap_remove(0), || Transpose::Identity)
-        }))
-    }
-
-    /// Sums the tensors of a list over the replicas along `axes`, in one collective. Returns the
-    /// sum of `list[n]` for each n of `wanted`, in the order of `wanted`.
-    ///
-    /// All replicas pass lists of the same dtypes and shapes; `wanted` may differ. No gradient
-    /// flows through this collective.
+    /// All replicas pass lists of the same dtypes and shapes, and the same `name` for the list, such
+    /// as the name of a part of a model. No gradient flows through this collective.
     ///
     /// # Errors
     ///
@@ -521,28 +484,13 @@ impl Replica {
     #[track_caller]
     pub fn psum_list(
         &self,
-        list: Vec<Tensor>,
-        wanted: &[usize],
-        axes: impl Into<MeshAxes>,
-    ) -> Result<Vec<Tensor>> {
-        self.sum_list(format!(" of {} tensors", list.len()), list, wanted, axes.into())
-    }
-
-    /// Sums a list like [`psum_list`](Self::psum_list), with a name for it, such as the name of a
-    /// part of a model. Replicas that pass different names get an error.
-    ///
-    /// # Errors
-    ///
-    /// The errors of [`psum`](Self::psum).
-    #[track_caller]
-    pub fn psum_named(
-        &self,
         name: &str,
-        list: Vec<Tensor>,
-        wanted: &[usize],
+        list: &[Tensor],
         axes: impl Into<MeshAxes>,
     ) -> Result<Vec<Tensor>> {
-        self.sum_list(format!(" of {} tensors of {name}", list.len()), list, wanted, axes.into())
+        let detail = format!(" of {} tensors of {name}", list.len());
+        let ctx = self.list_context("psum_list", list, axes.into())?.with_detail(detail);
+        self.0.collectives.all_reduce(&ctx, list, Reduction::Sum)
     }
 }
 

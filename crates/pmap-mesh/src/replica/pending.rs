@@ -16,7 +16,7 @@ use crate::{engine::PendingCollective, error::call::CollectiveCall, sync::lock};
 /// members of a group must start and call the collectives along the same axes in the same order.
 /// (Over NCCL, all members must start and call the collectives along all axes in the same order,
 /// because NCCL runs one operation after another.) If one member starts a collective with
-/// `start_psum` and another calls `psum`, the call fails with
+/// `start_reduce_runs` and another calls `reduce_runs`, the call fails with
 /// [`CollectiveError::Mismatch`](crate::CollectiveError::Mismatch); over NCCL both members wait
 /// until their deadline.
 ///
@@ -29,15 +29,15 @@ use crate::{engine::PendingCollective, error::call::CollectiveCall, sync::lock};
 #[must_use = "wait for a started collective, or its call fails"]
 pub struct Pending<T> {
     collective: Box<dyn PendingCollective>,
-    finish: Box<dyn FnOnce(Vec<Tensor>) -> Result<T> + Send>,
+    finish: fn(Vec<Tensor>) -> Result<T>,
 }
 
 impl<T> Pending<T> {
     pub(crate) fn new(
         collective: Box<dyn PendingCollective>,
-        finish: impl FnOnce(Vec<Tensor>) -> Result<T> + Send + 'static,
+        finish: fn(Vec<Tensor>) -> Result<T>,
     ) -> Self {
-        Self { collective, finish: Box::new(finish) }
+        Self { collective, finish }
     }
 
     /// Waits until all members of the group have started the collective, and returns the result.

@@ -1,10 +1,13 @@
 //! Collectives on lists in a group of one replica, which needs no communication.
 
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor};
 
 use crate::{
     device::to_device::{contiguous_copy, leaf_from_parts, to_contiguous, to_device},
-    engine::{ListRequest, WantedTensors, layout::RunLayout},
+    engine::{
+        ListRequest,
+        layout::{Run, RunLayout},
+    },
 };
 
 /// Runs a collective on lists. Like an engine, returns copies: results must not change when a
@@ -12,7 +15,7 @@ use crate::{
 pub(super) fn run(work: ListRequest) -> Result<Vec<Tensor>> {
     match work {
         ListRequest::Gather { own, layout, device } => gather(&own, &layout, &device),
-        ListRequest::Reduce { list, wanted, .. } => reduce(&list, &wanted),
+        ListRequest::Sum { list, runs_by_rank } => cut_runs(&list, &runs_by_rank[0]),
     }
 }
 
@@ -30,22 +33,12 @@ fn gather(own: &[Tensor], layout: &RunLayout, device: &Device) -> Result<Vec<Ten
     Ok(leaves)
 }
 
-fn reduce(list: &[Tensor], wanted: &WantedTensors) -> Result<Vec<Tensor>> {
-    let mut sums = Vec::new();
-    match wanted {
-        WantedTensors::Everything => return list.iter().map(contiguous_copy).collect(),
-        WantedTensors::Own(wanted) => {
-            for &index in wanted {
-                let Some(x) = list.get(index) else { bail!("there is no tensor {index} to sum") };
-                sums.push(contiguous_copy(x)?);
-            }
-        }
-        WantedTensors::ByRank(runs) => {
-            for run in &runs[0] {
-                let flat = to_contiguous(&list[run.tensor])?.flatten_all()?;
-                sums.push(contiguous_copy(&flat.narrow(0, run.items.start, run.items.len())?)?);
-            }
-        }
+/// Returns copies of some runs of a list.
+fn cut_runs(list: &[Tensor], runs: &[Run]) -> Result<Vec<Tensor>> {
+    let mut copies = Vec::with_capacity(runs.len());
+    for Run { tensor, items } in runs {
+        let flat = to_contiguous(&list[*tensor])?.flatten_all()?;
+        copies.push(contiguous_copy(&flat.narrow(0, items.start, items.len())?)?);
     }
-    Ok(sums)
+    Ok(copies)
 }

@@ -1,5 +1,7 @@
 //! Gradients through collectives: the backward pass of each collective is its transpose.
 
+use std::slice;
+
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, Layout, MetalStorage, Result, Shape, Storage, Tensor,
     backend::{BackendDevice, BackendStorage},
@@ -36,7 +38,9 @@ impl Transpose {
             Self::Identity => Ok(gradient.clone()),
             Self::Scale(factor) => gradient * *factor,
             Self::Psum(collectives, ctx) => {
-                collectives.all_reduce(&ctx.backward(gradient), gradient, Reduction::Sum)
+                let ctx = ctx.backward(gradient);
+                let sums = collectives.all_reduce(&ctx, slice::from_ref(gradient), Reduction::Sum);
+                Ok(sums?.swap_remove(0))
             }
             Self::AllGather(collectives, ctx, dim) => {
                 Ok(collectives.gather(&ctx.backward(gradient), gradient, *dim)?.0)

@@ -8,7 +8,7 @@ use crate::differential::{
     gradients::{Chain, ChainLink},
     op::Op,
     pending::{AsyncCall, AsyncCallKind, LARGE_BYTES},
-    program::{Program, ProgramStep},
+    program::{ArrayRecipe, Program, ProgramStep},
     reference::ProgramOutcome,
 };
 
@@ -93,20 +93,14 @@ impl Coverage {
 
     fn note_async_call(&mut self, how: &str, kind: &AsyncCallKind) {
         let (name, runs) = match kind {
-            AsyncCallKind::Sum { .. } => ("Sum", None),
-            AsyncCallKind::Gather(runs) => ("Gather", Some(runs)),
-            AsyncCallKind::Reduce(runs) => ("Reduce", Some(runs)),
+            AsyncCallKind::Gather(runs) => ("Gather", runs),
+            AsyncCallKind::Reduce(runs) => ("Reduce", runs),
         };
         self.note(format!("{how} {name}"));
-        if runs.is_some_and(|runs| {
-            runs.tensors
-                .iter()
-                .map(|numbers| {
-                    numbers.shape.iter().product::<usize>() * numbers.dtype.size_in_bytes()
-                })
-                .sum::<usize>()
-                > LARGE_BYTES
-        }) {
+        let bytes = |numbers: &ArrayRecipe| {
+            numbers.shape.iter().product::<usize>() * numbers.dtype.size_in_bytes()
+        };
+        if runs.tensors.iter().map(bytes).sum::<usize>() > LARGE_BYTES {
             self.note(format!("large {name}"));
         }
     }

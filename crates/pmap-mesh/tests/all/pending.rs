@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use pmap_mesh::{ALL, CollectiveError, DeviceMesh, Error, Replica, ReplicaError};
-use process_tests::nothing;
+use process_tests::{lists::start_sum, nothing};
 
 /// Returns a tensor of 64 KiB, which the members reduce together.
 fn large() -> Tensor {
@@ -31,43 +31,26 @@ fn failure(slots: usize, f: impl Fn(&Replica) -> Result<()> + Send + Sync + 'sta
         .cpu()
         .unwrap();
     let error = run(&mesh, f).unwrap_err();
-    run(&mesh, |ctx| {
-        assert_eq!(ctx.start_psum(&small(), ALL)?.wait()?.dims(), [3]);
-        Ok(())
-    })
-    .unwrap();
+    run(&mesh, |ctx| start_sum(ctx, &small(), ALL)?.wait().map(drop)).unwrap();
     error
-}
-
-#[test]
-fn gradient_crosses_a_pending_sum() {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    run(&mesh, |ctx| {
-        let w = candle_core::Var::from_tensor(&small())?;
-        let sum = ctx.start_psum(&w.sqr()?, ALL)?.wait()?;
-        let grads = sum.sum_all()?.backward()?;
-        assert_eq!(grads.get(&w).unwrap().to_vec1::<f32>()?, [2.0; 3]);
-        Ok(())
-    })
-    .unwrap();
 }
 
 #[test]
 fn start_mismatch_names_both_calls() {
     let error = failure(2, |ctx| {
         let x = if ctx.slot() == 0 { small() } else { large() };
-        let sum = ctx.start_psum(&x, ALL)?;
+        let sum = start_sum(ctx, &x, ALL)?;
         ctx.barrier(ALL)?;
         sum.wait().map(drop)
     });
     let mismatch = matches!(error, Error::Collective(CollectiveError::Mismatch { .. }));
-    assert!(mismatch && error.to_string().contains("start_psum of f32 [16384]"), "{error}");
+    assert!(mismatch && error.to_string().contains("start_reduce_runs(sum, layout "), "{error}");
 }
 
 #[test]
 fn dropped_handle_is_an_error() {
     let error = failure(2, |ctx| {
-        let sum = ctx.start_psum(&large(), ALL)?;
+        let sum = start_sum(ctx, &large(), ALL)?;
         if ctx.slot() == 1 {
             drop(sum);
             return Ok(());
@@ -75,19 +58,19 @@ fn dropped_handle_is_an_error() {
         sum.wait().map(drop)
     });
     let dropped = matches!(error, Error::Collective(CollectiveError::NeverAwaited { slot: 1, .. }));
-    assert!(dropped && error.to_string().contains("start_psum"), "{error}");
+    assert!(dropped && error.to_string().contains("start_reduce_runs"), "{error}");
 }
 
 /// Runs `end` in slot 1 while the others wait for the second of two collectives. Slot 1 has not
 /// started the third.
 fn ends(end: fn(&Replica) -> Result<()>) -> Error {
     failure(3, move |ctx| {
-        let first = ctx.start_psum(&large(), ALL)?;
-        let second = ctx.start_psum(&small(), ALL)?;
+        let first = start_sum(ctx, &large(), ALL)?;
+        let second = start_sum(ctx, &small(), ALL)?;
         if ctx.slot() == 1 {
             return end(ctx);
         }
-        let third = ctx.start_psum(&large(), ALL)?;
+        let third = start_sum(ctx, &large(), ALL)?;
         if ctx.slot() == 0 {
             third.wait()?;
         }
@@ -112,7 +95,7 @@ fn early_return_ends_every_wait() {
         "{error}"
     );
     let error = failure(2, |ctx| match ctx.slot() {
-        0 => ctx.start_psum(&small(), ALL)?.wait().map(drop),
+        0 => start_sum(ctx, &small(), ALL)?.wait().map(drop),
         _ => Ok(()),
     });
     assert!(
@@ -130,8 +113,8 @@ fn deadline_ends_every_wait() {
         .cpu()
         .unwrap();
     let error = run(&mesh, |ctx| {
-        let first = ctx.start_psum(&small(), ALL)?;
-        let second = (ctx.slot() != 1).then(|| ctx.start_psum(&small(), ALL)).transpose()?;
+        let first = start_sum(ctx, &small(), ALL)?;
+        let second = (ctx.slot() != 1).then(|| start_sum(ctx, &small(), ALL)).transpose()?;
         match (ctx.slot(), second) {
             // Miss the second collective for longer than the others wait, then observe the failure.
             (_, None) => {
@@ -156,17 +139,8 @@ fn impossible_waits_are_a_deadlock() {
     let mesh = DeviceMesh::builder().axis("a", 2).axis("b", 2).pin(false).cpu().unwrap();
     let error = run(&mesh, |ctx| {
         let axis = if matches!(ctx.slot(), 0 | 3) { "a" } else { "b" };
-        ctx.start_psum(&small(), axis)?.wait().map(drop)
+        start_sum(ctx, &small(), axis)?.wait().map(drop)
     });
     let error = error.unwrap_err();
     assert!(matches!(error, Error::Collective(CollectiveError::Deadlock { .. })), "{error}");
-}
-
-#[test]
-fn list_mismatch_fails_every_replica() {
-    let error = failure(2, |ctx| {
-        let x = if ctx.slot() == 0 { large() } else { large().to_dtype(DType::F64)? };
-        ctx.psum_list(vec![x], &[0], ALL).map(drop)
-    });
-    assert!(error.to_string().contains("tensor 0 is f32 [16384] on rank 0 and f64"), "{error}");
 }

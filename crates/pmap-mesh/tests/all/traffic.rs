@@ -5,7 +5,10 @@ use pmap_mesh::{
     ALL, DeviceMesh, Replica,
     support::{Tally, Traffic},
 };
-use process_tests::{lists, nothing};
+use process_tests::{
+    lists::{self, start_sum},
+    nothing,
+};
 
 /// Returns the traffic of each slot of a 2 x 1 grid in `f`.
 fn traffic(f: impl Fn(&Replica) -> Result<()> + Send + Sync + 'static) -> Vec<Traffic> {
@@ -24,8 +27,7 @@ fn every_kind_counts_contributed_bytes() {
         let x = Tensor::zeros((4, 2), DType::F32, &Device::Cpu)?;
         ctx.psum(&x, ALL)?;
         ctx.pmean(&x, "a")?;
-        ctx.start_psum(&x.narrow(0, 0, 1)?, ALL)?.wait()?;
-        ctx.psum_list(vec![x.clone(), x.to_dtype(DType::F64)?], &[1], ALL)?;
+        ctx.psum_list("list", &[x.clone(), x.to_dtype(DType::F64)?], ALL)?;
         ctx.all_gather(&x.narrow(0, 0, ctx.slot())?, 0, ALL)?;
         ctx.psum_scatter(&x, 0, ALL)?;
         ctx.all_to_all(&x, 0, 1, ALL)?;
@@ -37,7 +39,7 @@ fn every_kind_counts_contributed_bytes() {
     for (slot, traffic) in of_slots.into_iter().enumerate() {
         let only_of = |sender| if slot == sender { 32 } else { 0 };
         let expected = Traffic {
-            all_reduce: tally(4, 32 + 32 + 8 + 96),
+            all_reduce: tally(3, 32 + 32 + 96),
             all_gather: tally(1, 8 * slot as u64),
             reduce_scatter: tally(1, 32),
             all_to_all: tally(1, 32),
@@ -99,7 +101,7 @@ fn group_of_one_counts_nothing() {
         let x = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
         ctx.psum(&x, "b")?;
         ctx.all_gather(&x, 0, "b")?;
-        ctx.start_psum(&x, "b")?.wait()?;
+        start_sum(ctx, &x, "b")?.wait()?;
         ctx.barrier("b")
     });
     assert_eq!(of_slots, [Traffic::default(); 2]);

@@ -69,15 +69,15 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
             drop(run.in_axes(None).call(nothing()));
         }
         "replicated" => replicated(engine, ranks),
-        "lists" => lists_of_any_length(engine),
         "trees" => trees(engine),
         "runs" => runs_of_any_number(engine),
         "underway" => grids(ranks).iter().for_each(|axes| underway(engine, axes)),
         "too many" => {
             let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
                 let x = nothing().to_device(ctx.device())?;
-                let started =
-                    (0..10_000).map(|_| ctx.start_psum(&x, ALL)).collect::<Result<Vec<_>>>()?;
+                let started = (0..10_000)
+                    .map(|_| lists::start_sum(ctx, &x, ALL))
+                    .collect::<Result<Vec<_>>>()?;
                 started.into_iter().try_for_each(|sum| sum.wait().map(drop))
             });
             drop(run.in_axes(None).call(nothing()));
@@ -85,9 +85,9 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
         "started others" => {
             let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
                 let x = Tensor::ones(3 + ctx.slot(), DType::F32, ctx.device())?;
-                let first = ctx.start_psum(&x, ALL)?;
+                let first = lists::start_sum(ctx, &x, ALL)?;
                 // The others observe it while they wait for another collective.
-                ctx.start_psum(&nothing().to_device(ctx.device())?, ALL)?.wait()?;
+                lists::start_sum(ctx, &nothing().to_device(ctx.device())?, ALL)?.wait()?;
                 first.wait().map(drop)
             });
             drop(run.in_axes(None).call(nothing()));
@@ -96,14 +96,18 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
             // The contents are sent with the header, but not all in the first message.
             let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
                 let x = Tensor::ones(2000, DType::F32, ctx.device())?;
-                if ctx.slot() == 0 { ctx.start_psum(&x, ALL)?.wait() } else { ctx.psum(&x, ALL) }
+                if ctx.slot() == 0 {
+                    lists::start_sum(ctx, &x, ALL)?.wait().map(drop)
+                } else {
+                    ctx.psum(&x, ALL).map(drop)
+                }
             });
             drop(run.in_axes(None).call(nothing()));
         }
         "not waited" => {
             let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
                 let x = nothing().to_device(ctx.device())?;
-                let sum = ctx.start_psum(&x, ALL)?;
+                let sum = lists::start_sum(ctx, &x, ALL)?;
                 if ctx.slot() == 0 { sum.wait().map(drop) } else { Ok(()) }
             });
             drop(run.in_axes(None).call(nothing()));
@@ -111,13 +115,13 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
         "not started" => {
             let run = mesh(engine, &[], Some(DEADLINE)).pmap(|ctx, _: Tensor| {
                 let x = nothing().to_device(ctx.device())?;
-                let first = ctx.start_psum(&x, ALL)?;
+                let first = lists::start_sum(ctx, &x, ALL)?;
                 if ctx.slot() == 1 {
                     loop {
                         thread::park();
                     }
                 }
-                ctx.start_psum(&x, ALL)?.wait()?;
+                lists::start_sum(ctx, &x, ALL)?.wait()?;
                 first.wait().map(drop)
             });
             drop(run.in_axes(None).call(nothing()));
@@ -284,27 +288,6 @@ fn trees(engine: &impl Engine) {
     run.in_axes(None).call(nothing()).unwrap();
 }
 
-/// Sums more tensors than there are inline flags. One rank alone wants some of them, and several
-/// ranks want others.
-fn lists_of_any_length(engine: &impl Engine) {
-    const LEN: usize = 20_000;
-    let run = mesh(engine, &[], None).pmap(|ctx, _: Tensor| {
-        let list: Vec<Tensor> = (0..LEN)
-            .map(|n| Tensor::full((n + ctx.slot()) as u32, 1 + n % 2, ctx.device()))
-            .collect::<Result<_>>()?;
-        let wanted: Vec<usize> =
-            (0..LEN).filter(|n| n % 10 == 0 || n % ctx.count() == ctx.slot()).collect();
-        let sums = ctx.psum_list(list, &wanted, ALL)?;
-        let of_slots = (ctx.count() * (ctx.count() - 1) / 2) as u32;
-        for (&n, sum) in wanted.iter().zip(&sums) {
-            let expected = vec![(n * ctx.count()) as u32 + of_slots; 1 + n % 2];
-            assert_eq!(sum.to_vec1::<u32>()?, expected);
-        }
-        ctx.psum_list(Vec::new(), &[], ALL).map(|none| assert!(none.is_empty()))
-    });
-    run.in_axes(None).call(nothing()).unwrap();
-}
-
 /// Gathers more runs than there may be messages at a time.
 fn runs_of_any_number(engine: &impl Engine) {
     const LEN: usize = 20_000;
@@ -373,8 +356,8 @@ fn in_any_order(ctx: &Replica, axes: &'static str, seed: u64) -> Result<Vec<Tens
                 Box::new(|| pending.wait())
             }
             2 | 3 => {
-                let pending = ctx.start_psum(&list[draw(n + 100, 4) as usize], axes)?;
-                Box::new(|| Ok(vec![pending.wait()?]))
+                let pending = lists::start_sum(ctx, &list[draw(n + 100, 4) as usize], axes)?;
+                Box::new(|| pending.wait())
             }
             4 => {
                 let sum = ctx.psum(&list[draw(n + 100, 4) as usize], axes)?;

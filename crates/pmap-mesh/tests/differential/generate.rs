@@ -168,23 +168,18 @@ impl ProgramBuilder<'_> {
     }
 
     fn sums(&mut self) -> ProgramStep {
-        let value: Vec<usize> = (0..self.random.between(1, 3)).map(|_| self.single()).collect();
-        let slots = 0..self.state.grid.slots();
-        let wanted = slots
-            .map(|_| {
-                (0..self.random.less_than(4)).map(|_| self.random.less_than(value.len())).collect()
-            })
-            .collect();
-        ProgramStep::Sums { value, wanted }
+        let value = (0..self.random.between(1, 3)).map(|_| self.single()).collect();
+        ProgramStep::Sums { value }
     }
 
     fn async_call(&mut self) -> AsyncCall {
         let axes = self.state.grid.some(self.random);
         let ranks = self.state.grid.size(&axes);
-        let kind = match self.random.less_than(3) {
-            0 => AsyncCallKind::Sum { value: self.single() },
-            1 => AsyncCallKind::Gather(self.runs(ranks)),
-            _ => AsyncCallKind::Reduce(self.runs(ranks)),
+        let runs = self.runs(ranks);
+        let kind = if self.random.one_in(2) {
+            AsyncCallKind::Gather(runs)
+        } else {
+            AsyncCallKind::Reduce(runs)
         };
         AsyncCall { kind, axes }
     }

@@ -29,8 +29,6 @@ pub(crate) struct AsyncCall {
 
 #[derive(Clone, Debug)]
 pub(crate) enum AsyncCallKind {
-    /// The sum of a value.
-    Sum { value: usize },
     /// A gather of tensors from the runs of each rank.
     Gather(TensorRuns),
     /// A reduction of runs over all ranks.
@@ -95,23 +93,13 @@ impl TensorRuns {
 
 impl AsyncCall {
     /// Returns the result of each slot, or `None` if the collective is impossible.
-    pub(crate) fn results(
-        &self,
-        grid: &Grid,
-        values: &[Vec<Vec<Array>>],
-    ) -> Option<Vec<Vec<Array>>> {
-        (0..grid.slots()).map(|slot| self.result(grid, values, slot)).collect()
+    pub(crate) fn results(&self, grid: &Grid) -> Option<Vec<Vec<Array>>> {
+        (0..grid.slots()).map(|slot| self.result(grid, slot)).collect()
     }
 
-    fn result(&self, grid: &Grid, values: &[Vec<Vec<Array>>], slot: usize) -> Option<Vec<Array>> {
+    fn result(&self, grid: &Grid, slot: usize) -> Option<Vec<Array>> {
         let members = grid.members(&self.axes, slot);
         match &self.kind {
-            AsyncCallKind::Sum { value } => {
-                let passed: Vec<&Array> = members.iter().map(|m| &values[*value][*m][0]).collect();
-                let fits = passed.iter().all(|array| array.agrees(passed[0]));
-                (fits && has_sum(passed[0].dtype))
-                    .then(|| vec![Array::folded(&passed, FoldOp::Sum)])
-            }
             AsyncCallKind::Gather(runs) => {
                 let mut gathered: Vec<Array> =
                     (0..runs.tensors.len()).map(|number| runs.whole(number, slot)).collect();
@@ -139,15 +127,9 @@ impl AsyncCall {
     }
 
     /// Calls the collective in the crate.
-    pub(crate) fn run(
-        &self,
-        ctx: &Replica,
-        grid: &Grid,
-        values: &[Vec<Tensor>],
-    ) -> Result<Vec<Tensor>> {
+    pub(crate) fn run(&self, ctx: &Replica, grid: &Grid) -> Result<Vec<Tensor>> {
         let axes = grid.named(&self.axes);
         match &self.kind {
-            AsyncCallKind::Sum { value } => Ok(vec![ctx.psum(&values[*value][0], axes)?]),
             AsyncCallKind::Gather(runs) => {
                 let own = self.own(runs, ctx, grid);
                 ctx.gather_runs(own, &runs.layout(), axes).map(tensors)
@@ -157,18 +139,9 @@ impl AsyncCall {
     }
 
     /// Starts the collective; returns a function that waits for it.
-    pub(crate) fn start(
-        &self,
-        ctx: &Replica,
-        grid: &Grid,
-        values: &[Vec<Tensor>],
-    ) -> Result<PendingResult> {
+    pub(crate) fn start(&self, ctx: &Replica, grid: &Grid) -> Result<PendingResult> {
         let axes = grid.named(&self.axes);
         Ok(match &self.kind {
-            AsyncCallKind::Sum { value } => {
-                let pending = ctx.start_psum(&values[*value][0], axes)?;
-                Box::new(|| Ok(vec![pending.wait()?]))
-            }
             AsyncCallKind::Gather(runs) => {
                 let own = self.own(runs, ctx, grid);
                 let pending = ctx.start_gather_runs(own, &runs.layout(), axes)?;

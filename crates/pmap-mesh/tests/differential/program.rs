@@ -70,8 +70,8 @@ pub(crate) enum ProgramStep {
     Laid { value: usize, layout: Layout },
     /// Calls a collective.
     Collective { op: Op, value: usize, axes: Axes },
-    /// Sums a list of values; each slot asks for some of the sums.
-    Sums { value: Vec<usize>, wanted: Vec<Vec<usize>> },
+    /// Sums a list of values.
+    Sums { value: Vec<usize> },
     /// Calls a collective that could also be started and awaited later.
     Blocking(AsyncCall),
     /// Starts a collective; its value is an empty list.

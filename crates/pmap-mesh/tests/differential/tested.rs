@@ -191,7 +191,7 @@ fn on_replica(
     for step in &program.steps {
         let value = match step {
             ProgramStep::Start(call) => {
-                pending.push(Some(call.start(ctx, &program.grid, &values)?));
+                pending.push(Some(call.start(ctx, &program.grid)?));
                 Vec::new()
             }
             ProgramStep::Wait { orders, .. } => {
@@ -231,11 +231,11 @@ fn value(
         ProgramStep::Collective { op, value, axes } => {
             op.run(ctx, &values[*value][0], named(axes))?
         }
-        ProgramStep::Sums { value, wanted } => {
-            let list = value.iter().map(|value| values[*value][0].clone()).collect();
-            return ctx.psum_list(list, &wanted[ctx.slot()], ALL);
+        ProgramStep::Sums { value } => {
+            let list: Vec<Tensor> = value.iter().map(|value| values[*value][0].clone()).collect();
+            return ctx.psum_list("values", &list, ALL);
         }
-        ProgramStep::Blocking(call) => return call.run(ctx, &program.grid, values),
+        ProgramStep::Blocking(call) => return call.run(ctx, &program.grid),
         ProgramStep::Start(_) | ProgramStep::Wait { .. } => {
             panic!("the caller handles pending collectives")
         }

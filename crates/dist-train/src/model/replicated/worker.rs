@@ -157,8 +157,7 @@ fn average_buffers<O>(ctx: &Replica, rules: &Rules, slot: &Slot<O>) -> Result<()
     }
     let share = ctx.weight() / ctx.count() as f64;
     let shares = floats.iter().map(|&var| buffer_share(buffer(var), share));
-    let all: Vec<usize> = (0..floats.len()).collect();
-    let means = ctx.psum_list(shares.collect::<Result<_>>()?, &all, ALL)?;
+    let means = ctx.psum_list("buffers", &shares.collect::<Result<Vec<_>>>()?, ALL)?;
     for (&var, mean) in floats.iter().zip(means) {
         if !rules.allow_non_finite && !clip::squared_norm(&mean)?.is_finite() {
             let name = rules.inventory.name(var).to_owned();

@@ -14,10 +14,10 @@ use super::{
     backoff::{TransferProgress, WaitBackoff},
     header::{FIRST_BYTES, MemberHeader},
     messages::OwnedMessages,
-    rounds::{MpiRound, RoundOutcome},
+    rounds::MpiRound,
     session::exit_all,
     stream::ChunkStream,
-    transfer::{MAX_REQUESTS, MessageKind, MpiCall, POLLS},
+    transfer::{MAX_REQUESTS, MessageKind, POLLS},
 };
 use crate::{
     axes::AxisSet,
@@ -30,18 +30,18 @@ use crate::{
 
 /// The first tag for data. [`MessageKind`] uses the tags below.
 const FIRST_TAG: i32 = 16;
-/// The number of tag pairs before they repeat in a group; MPI guarantees 32,767 tags. No two
-/// collectives in flight share a pair: each needs at least two requests, and at most
-/// [`MAX_REQUESTS`] are allowed.
-const N_TAG_PAIRS: u64 = 8192;
+/// The number of tags before they repeat in a group; MPI guarantees 32,767 tags. No two collectives
+/// in flight share a tag: each needs at least two requests, and at most [`MAX_REQUESTS`] are
+/// allowed.
+const N_TAGS: u64 = 8192;
 
 /// A collective in flight, in one of this process's groups.
 struct InFlightCollective {
     ticket: u64,
     ctx: GroupContext,
     set: AxisSet,
-    /// The tag of the first round; a second round uses the next tag.
-    first_tag: i32,
+    /// The tag of the data.
+    tag: i32,
     stage: CollectiveStage,
 }
 
@@ -64,12 +64,10 @@ enum CollectiveStage {
         own: Vec<u8>,
         other: usize,
     },
-    /// A round of data.
+    /// The round of data.
     Data {
         stream: ChunkStream,
         round: Box<dyn MpiRound>,
-        /// The number of earlier rounds.
-        round_index: i32,
     },
     Over(Results),
 }
@@ -147,15 +145,6 @@ impl Mpi {
     }
 }
 
-impl MpiCall<'_> {
-    /// Runs the rounds of data of this collective, after its members have exchanged headers.
-    pub(super) fn run_data_rounds(&self, round: Box<dyn MpiRound>) -> Result<Vec<Tensor>> {
-        let engine = self.engine;
-        let ticket = engine.add_entry(self.ctx, |entry| entry.start_data_stage(engine, round, 0));
-        engine.wait_for(self.ctx, ticket)
-    }
-}
-
 impl MpiInner {
     /// Rejects a collective if its requests and those in flight would exceed [`MAX_REQUESTS`].
     fn check_request_budget(&self, ctx: &GroupContext) -> Result<()> {
@@ -194,7 +183,7 @@ impl MpiInner {
         ticket
     }
 
-    #[expect(clippy::expect_used, reason = "tags are below `FIRST_TAG + 2 * N_TAG_PAIRS`")]
+    #[expect(clippy::expect_used, reason = "tags are below `FIRST_TAG + N_TAGS`")]
     /// Adds a collective to the list, in the stage that `start_stage` starts. Returns its ticket.
     fn add_entry(
         &self,
@@ -204,14 +193,14 @@ impl MpiInner {
         let mut in_flight = lock(&self.in_flight);
         let set = self.topology.axes_longer_than_one() & ctx.call.axis_set;
         let count = in_flight.n_started.entry(set).or_default();
-        // Members start collectives in the same order, so a collective has the same tags on all of
+        // Members start collectives in the same order, so a collective has the same tag on all of
         // them.
-        let first_tag = FIRST_TAG + 2 * i32::try_from(*count % N_TAG_PAIRS).expect("a tag fits");
+        let tag = FIRST_TAG + i32::try_from(*count % N_TAGS).expect("a tag fits");
         *count += 1;
         let ticket = in_flight.next_ticket;
         in_flight.next_ticket += 1;
         let stage = CollectiveStage::placeholder();
-        let mut entry = InFlightCollective { ticket, ctx: ctx.clone(), set, first_tag, stage };
+        let mut entry = InFlightCollective { ticket, ctx: ctx.clone(), set, tag, stage };
         entry.stage = start_stage(&entry);
         in_flight.list.push(entry);
         // `Relaxed` suffices: another thread reads the count only after it has taken a lock in
@@ -294,7 +283,7 @@ impl InFlightCollective {
         has_moved
     }
 
-    /// Advances the data of the current round; returns true if any chunk has moved.
+    /// Advances the data; returns true if any chunk has moved.
     fn advance_data(&mut self, engine: &MpiInner) -> bool {
         match &mut self.stage {
             CollectiveStage::Data { stream, round, .. } => {
@@ -328,7 +317,7 @@ impl InFlightCollective {
             CollectiveStage::Headers { messages, own, tensors, round } => {
                 let headers = engine.or_exit(&self.ctx, messages.into_received());
                 match self.find_mismatch(&own, &headers) {
-                    None => self.start_data_stage(engine, round, 0),
+                    None => self.start_data_stage(engine, round),
                     Some(other) => self.start_texts_stage(engine, &tensors, other, &headers),
                 }
             }
@@ -340,16 +329,10 @@ impl InFlightCollective {
                 });
                 exit_all(&engine.session.world, &error.to_string())
             }
-            CollectiveStage::Data { stream, round, round_index } => {
-                // Free the stream's buffers before allocating the buffers of the next round.
+            CollectiveStage::Data { stream, round } => {
+                // Free the stream's buffers before the round converts its results.
                 drop(stream);
-                match round.finish() {
-                    Ok(RoundOutcome::Round(next)) => {
-                        self.start_data_stage(engine, next, round_index + 1)
-                    }
-                    Ok(RoundOutcome::Results(results)) => CollectiveStage::Over(Ok(results)),
-                    Err(error) => CollectiveStage::Over(Err(error)),
-                }
+                CollectiveStage::Over(round.finish())
             }
             CollectiveStage::Over(results) => CollectiveStage::Over(results),
         }
@@ -367,16 +350,10 @@ impl InFlightCollective {
         (1..self.ctx.size()).find(|&rank| hash(rank) != hash(0))
     }
 
-    /// Starts a round of data, after `round_index` earlier ones.
-    fn start_data_stage(
-        &self,
-        engine: &MpiInner,
-        round: Box<dyn MpiRound>,
-        round_index: i32,
-    ) -> CollectiveStage {
-        let tag = self.first_tag + round_index;
-        let stream = ChunkStream::start(self.comm(engine), tag, self.others(), &*round);
-        CollectiveStage::Data { stream: engine.or_exit(&self.ctx, stream), round, round_index }
+    /// Starts the round of data.
+    fn start_data_stage(&self, engine: &MpiInner, round: Box<dyn MpiRound>) -> CollectiveStage {
+        let stream = ChunkStream::start(self.comm(engine), self.tag, self.others(), &*round);
+        CollectiveStage::Data { stream: engine.or_exit(&self.ctx, stream), round }
     }
 
     /// Starts the exchange of descriptions, since rank `other` does not agree with rank 0.

@@ -9,7 +9,6 @@ mod backoff;
 mod bytes;
 mod header;
 mod in_flight;
-mod lists;
 mod messages;
 mod point_to_point;
 mod rounds;
@@ -20,7 +19,7 @@ mod transfer;
 
 use std::{
     collections::BTreeMap,
-    fmt, mem, slice,
+    fmt, mem,
     sync::{Arc, Mutex, atomic::AtomicUsize},
     time::Duration,
 };
@@ -30,9 +29,9 @@ use ferrompi::Communicator;
 
 pub(crate) use self::session::MpiSession;
 use self::{
-    bytes::{buffer, with_bytes},
+    bytes::with_bytes,
     in_flight::InFlightList,
-    rounds::{GatherRound, MpiRound, ReduceRound},
+    rounds::{GatherRound, MpiRound, SumRound},
     session::to_mpi_rank,
     transfer::MpiCall,
 };
@@ -40,14 +39,14 @@ use crate::{
     axes::AxisSet,
     device::to_device::{contiguous_copy, to_host},
     engine::{
-        AllgatherPurpose, Backend, Engine, FinishedCollective, GatheredTensors, GroupContext,
-        ListRequest, PendingCollective, SendReceive, WantedTensors,
+        AllgatherPurpose, Backend, Engine, GatheredTensors, GroupContext, ListRequest,
+        PendingCollective, SendReceive,
         processes::{self, CurrentCall, ProcessSlot},
         traffic::TrafficCounter,
     },
     error::{self, Error, ProcessError},
     grid::Topology,
-    reduce::{self, Reduction},
+    reduce::Reduction,
     sync::lock,
 };
 
@@ -151,54 +150,20 @@ impl Mpi {
         let set = engine.topology.axes_longer_than_one() & ctx.call.axis_set;
         Ok(Some(MpiCall { engine, ctx, comm: &engine.groups[&set], _guard: guard }))
     }
-
-    /// Returns the reductions of the tensors of a list that this rank wants, given their indexes.
-    #[expect(clippy::expect_used, reason = "groups of one are served by `replica::single`")]
-    fn reduce_wanted(
-        &self,
-        ctx: &GroupContext,
-        list: &[Tensor],
-        own: &[usize],
-        reduction: Reduction,
-    ) -> Result<Vec<Tensor>> {
-        let host: Vec<Tensor> = list.iter().map(to_host).collect::<Result<_>>()?;
-        let call = self.enter(ctx)?.expect("a group of several members");
-        let wanted = call.exchange_requests(&host, own)?;
-        let sums = call.reduce_wanted(&host, &wanted, reduction)?;
-        own.iter().map(|n| sums[n].to_device(list[*n].device())).collect()
-    }
 }
 
-/// The protocol of a collective on lists of tensors.
-enum ListProtocol {
-    /// Rounds of messages, beginning with `round`. All members pass `tensors` with equal dtypes and
-    /// shapes.
-    Rounds { round: Box<dyn MpiRound>, tensors: Vec<Tensor> },
-    /// An exchange of the indexes in `own`, the tensors that this rank wants, then rounds of
-    /// messages.
-    WantedTensors { list: Vec<Tensor>, own: Vec<usize>, reduction: Reduction },
-}
-
-impl ListProtocol {
-    fn new(ctx: &GroupContext, work: ListRequest) -> Result<Self> {
-        let rank = ctx.rank;
-        let (round, tensors): (Box<dyn MpiRound>, Vec<Tensor>) = match work {
-            // All members have the same layout, but different runs.
-            ListRequest::Gather { own, layout, device } => {
-                (Box::new(GatherRound::for_layout(&own, rank, &layout, &device)?), Vec::new())
-            }
-            ListRequest::Reduce { list, wanted: WantedTensors::ByRank(runs), reduction } => {
-                (Box::new(ReduceRound::for_runs(&list, rank, runs, reduction)?), list)
-            }
-            ListRequest::Reduce { list, wanted: WantedTensors::Everything, reduction } => {
-                (Box::new(ReduceRound::for_all(&list, rank, ctx.size(), reduction)?), list)
-            }
-            ListRequest::Reduce { list, wanted: WantedTensors::Own(own), reduction } => {
-                return Ok(Self::WantedTensors { list, own, reduction });
-            }
-        };
-        Ok(Self::Rounds { round, tensors })
-    }
+/// Returns the round of a collective on lists of tensors, and the tensors that all members pass with
+/// equal dtypes and shapes.
+fn round(ctx: &GroupContext, work: ListRequest) -> Result<(Box<dyn MpiRound>, Vec<Tensor>)> {
+    Ok(match work {
+        // All members have the same layout, but different runs.
+        ListRequest::Gather { own, layout, device } => {
+            (Box::new(GatherRound::new(&own, ctx.rank, layout, device)?), Vec::new())
+        }
+        ListRequest::Sum { list, runs_by_rank } => {
+            (Box::new(SumRound::new(&list, ctx.rank, runs_by_rank)?), list)
+        }
+    })
 }
 
 /// Creates the communicator of a slot's group along each set of axes longer than 1.
@@ -249,20 +214,20 @@ impl Backend for Mpi {
 }
 
 impl Engine for Mpi {
-    fn all_reduce(&self, ctx: &GroupContext, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
-        let Some(call) = self.enter(ctx)? else { return contiguous_copy(x) };
-        let host = to_host(x)?;
-        let mut sums = buffer(host.dtype(), host.elem_count())?;
-        with_bytes(&host, |bytes| {
-            let received = call.exchange_headers(slice::from_ref(&host), 0, bytes)?;
-            if received.headers[ctx.rank].is_inline {
-                let summands = received.all_inline_data(bytes, ctx.rank);
-                reduce::reduce_raw_items(host.dtype(), &summands, reduction, sums.bytes_mut())
-            } else {
-                call.reduce(host.dtype(), bytes, sums.bytes_mut(), reduction)
-            }
-        })?;
-        sums.tensor(host.dims())?.to_device(x.device())
+    #[expect(clippy::expect_used, reason = "groups of one are served without an engine")]
+    fn all_reduce(
+        &self,
+        ctx: &GroupContext,
+        list: &[Tensor],
+        reduction: Reduction,
+    ) -> Result<Vec<Tensor>> {
+        let call = self.enter(ctx)?.expect("a group of several members");
+        let host: Vec<Tensor> = list.iter().map(to_host).collect::<Result<_>>()?;
+        let sums = match &host[..] {
+            [x] => vec![call.reduce_one(x, reduction)?],
+            _ => call.reduce_list(&host, reduction)?,
+        };
+        sums.iter().zip(list).map(|(sum, x)| sum.to_device(x.device())).collect()
     }
 
     fn all_gather(&self, ctx: &GroupContext, x: &Tensor) -> Result<GatheredTensors> {
@@ -305,12 +270,8 @@ impl Engine for Mpi {
     }
 
     fn run_list(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {
-        match ListProtocol::new(ctx, work)? {
-            ListProtocol::Rounds { round, tensors } => self.run_collective(ctx, &tensors, round),
-            ListProtocol::WantedTensors { list, own, reduction } => {
-                self.reduce_wanted(ctx, &list, &own, reduction)
-            }
-        }
+        let (round, tensors) = round(ctx, work)?;
+        self.run_collective(ctx, &tensors, round)
     }
 
     fn start_list(
@@ -318,15 +279,8 @@ impl Engine for Mpi {
         ctx: &GroupContext,
         work: ListRequest,
     ) -> Result<Box<dyn PendingCollective>> {
-        Ok(match ListProtocol::new(ctx, work)? {
-            ListProtocol::Rounds { round, tensors } => {
-                Box::new(self.start_collective(ctx, &tensors, round)?)
-            }
-            // Run the collective now: no data can be sent before all ranks know the wanted tensors.
-            ListProtocol::WantedTensors { list, own, reduction } => {
-                Box::new(FinishedCollective(self.reduce_wanted(ctx, &list, &own, reduction)?))
-            }
-        })
+        let (round, tensors) = round(ctx, work)?;
+        Ok(Box::new(self.start_collective(ctx, &tensors, round)?))
     }
 
     fn barrier(&self, ctx: &GroupContext) -> Result<()> {

@@ -1,11 +1,14 @@
 //! Reductions of one tensor.
 
-use std::mem;
+use std::{mem, slice};
 
 use bytemuck::cast_slice_mut;
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, Tensor};
 
-use super::transfer::{MessageKind, MpiCall};
+use super::{
+    bytes::{buffer, with_bytes},
+    transfer::{MessageKind, MpiCall},
+};
 use crate::{
     reduce::{self, Reduction, parts::balanced},
     sync::lock,
@@ -16,15 +19,36 @@ use crate::{
 const PART_BYTES: usize = 256 << 10;
 
 impl MpiCall<'_> {
+    /// Returns the reduction of one tensor on the processor. Small data are sent with the headers.
+    pub(super) fn reduce_one(&self, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
+        let mut sums = buffer(x.dtype(), x.elem_count())?;
+        with_bytes(x, |bytes| {
+            let received = self.exchange_headers(slice::from_ref(x), 0, bytes)?;
+            if received.headers[self.ctx.rank].is_inline {
+                let summands = received.all_inline_data(bytes, self.ctx.rank);
+                reduce::reduce_raw_items(x.dtype(), &summands, reduction, sums.bytes_mut())
+            } else {
+                self.reduce(x.dtype(), bytes, sums.bytes_mut(), reduction)
+            }
+        })?;
+        sums.tensor(x.dims())
+    }
+
+    /// Returns the reductions of all tensors of a list on the processor.
+    pub(super) fn reduce_list(&self, list: &[Tensor], reduction: Reduction) -> Result<Vec<Tensor>> {
+        self.exchange_headers(list, 0, &[])?;
+        let mut reduced = Vec::with_capacity(list.len());
+        for x in list {
+            let mut sums = buffer(x.dtype(), x.elem_count())?;
+            with_bytes(x, |bytes| self.reduce(x.dtype(), bytes, sums.bytes_mut(), reduction))?;
+            reduced.push(sums.tensor(x.dims())?);
+        }
+        Ok(reduced)
+    }
+
     /// Reduces the `x` of all members, which have equal lengths, into `sums`. Of each chunk, each
     /// member reduces one part and sends the result to all others.
-    pub(super) fn reduce(
-        &self,
-        dtype: DType,
-        x: &[u8],
-        sums: &mut [u8],
-        reduction: Reduction,
-    ) -> Result<()> {
+    fn reduce(&self, dtype: DType, x: &[u8], sums: &mut [u8], reduction: Reduction) -> Result<()> {
         let chunk_bytes = self.ctx.size() * PART_BYTES;
         for (x, sums) in x.chunks(chunk_bytes).zip(sums.chunks_mut(chunk_bytes)) {
             self.reduce_chunk(dtype, x, sums, reduction)?;

@@ -75,20 +75,17 @@ mod tests {
     use super::*;
     use crate::{
         axes::ALL,
-        engine::{GroupContext, ListRequest, WantedTensors, nccl::list_ops::ReduceBy},
+        engine::{GroupContext, ListRequest},
         grid::Topology,
-        reduce::Reduction,
         sync::lock,
     };
 
-    /// Returns a reduction of no tensors.
+    /// Returns a sum of no tensors.
     fn list_op() -> NcclListOp {
         let topology = Topology::new(vec![("a".into(), 2)], 2).unwrap();
-        let ctx = GroupContext::new(ALL, &topology, 0, "start_psum", None).unwrap();
-        let reduction = Reduction::Sum;
-        let work =
-            ListRequest::Reduce { list: Vec::new(), wanted: WantedTensors::Everything, reduction };
-        NcclListOp::new(&ctx, work, ReduceBy::EveryMember).unwrap()
+        let ctx = GroupContext::new(ALL, &topology, 0, "start_reduce_runs", None).unwrap();
+        let runs_by_rank = [Vec::new(), Vec::new()].into();
+        NcclListOp::new(&ctx, ListRequest::Sum { list: Vec::new(), runs_by_rank }).unwrap()
     }
 
     #[test]

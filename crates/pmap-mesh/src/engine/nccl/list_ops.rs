@@ -5,13 +5,13 @@
 
 use std::{collections::BTreeMap, ops::Range};
 
-use candle_core::{DType, Device, Result, Shape, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor};
 
 use super::exchange::{ItemExchange, NcclCall, empty_tensor};
 use crate::{
     device::to_device::leaf_from_parts,
     engine::{
-        GroupContext, ListRequest, WantedTensors,
+        GroupContext, ListRequest,
         layout::{Run, RunLayout},
     },
     reduce::{Reduction, elementwise, parts::balanced},
@@ -25,47 +25,37 @@ const SMALL_BYTES: usize = 64 << 10;
 /// and starting a transfer takes far less. Larger buckets would only take more memory.
 const BUCKET_BYTES: usize = 64 << 20;
 
-/// A packed collective on lists.
+/// A packed collective on lists. It makes a single transfer of each dtype.
+///
+/// A started collective must not make a second transfer after it has added items, because it could
+/// deadlock. The second transfer would wait on the replica's stream for the addition. By then the
+/// replica may have queued a called collective on that stream. If another member waits for the sum
+/// before it calls that collective, the two members wait for each other.
 #[derive(Debug)]
 pub(super) enum NcclListOp {
     Gather(LayoutGather),
-    ReduceRuns(RunReduction),
-    Reduce(ListReduction),
+    Sum(RunSum),
 }
 
 impl NcclListOp {
-    /// Packs the arguments of this member. `by` is for reductions of complete lists.
-    pub(super) fn new(ctx: &GroupContext, work: ListRequest, by: ReduceBy) -> Result<Self> {
+    /// Packs the arguments of this member.
+    pub(super) fn new(ctx: &GroupContext, work: ListRequest) -> Result<Self> {
         match work {
             ListRequest::Gather { own, layout, device } => {
                 Ok(Self::Gather(LayoutGather::new(ctx, &own, layout, device)?))
             }
-            ListRequest::Reduce { list, wanted: WantedTensors::ByRank(runs), reduction } => {
-                Ok(Self::ReduceRuns(RunReduction::new(ctx, &list, &runs, reduction)?))
-            }
-            ListRequest::Reduce { list, wanted: WantedTensors::Everything, reduction } => {
-                let all = (0..list.len()).collect();
-                Ok(Self::Reduce(ListReduction::new(ctx, &list, all, (reduction, by))?))
-            }
-            ListRequest::Reduce { list, wanted: WantedTensors::Own(wanted), reduction } => {
-                Ok(Self::Reduce(ListReduction::new(ctx, &list, wanted, (reduction, by))?))
+            ListRequest::Sum { list, runs_by_rank } => {
+                Ok(Self::Sum(RunSum::new(ctx, &list, &runs_by_rank)?))
             }
         }
     }
 
     /// Starts the transfers, after the headers of all members have agreed.
-    pub(super) fn start(&mut self, call: &NcclCall<'_>) -> Result<()> {
-        match self {
-            Self::Gather(LayoutGather { exchanges, .. })
-            | Self::ReduceRuns(RunReduction { exchanges, .. }) => {
-                for exchange in exchanges.values_mut() {
-                    exchange.start(call);
-                }
-                Ok(())
-            }
-            Self::Reduce(list_op) => {
-                list_op.buckets.iter_mut().try_for_each(|(_, sum)| sum.start(call))
-            }
+    pub(super) fn start(&mut self, call: &NcclCall<'_>) {
+        let (Self::Gather(LayoutGather { exchanges, .. }) | Self::Sum(RunSum { exchanges, .. })) =
+            self;
+        for exchange in exchanges.values_mut() {
+            exchange.start(call);
         }
     }
 
@@ -73,8 +63,7 @@ impl NcclListOp {
     pub(super) fn finish(self) -> Result<Vec<Tensor>> {
         match self {
             Self::Gather(list_op) => list_op.finish(),
-            Self::ReduceRuns(list_op) => list_op.finish(),
-            Self::Reduce(list_op) => list_op.finish(),
+            Self::Sum(list_op) => list_op.finish(),
         }
     }
 }
@@ -150,22 +139,16 @@ impl LayoutGather {
     }
 }
 
-/// A reduction in which each rank gets only the reductions of its runs.
+/// A sum of lists in which each rank gets only the sums of its runs.
 #[derive(Debug)]
-pub(super) struct RunReduction {
+pub(super) struct RunSum {
     /// The runs of this rank, with their dtypes.
     own: Vec<(Run, DType)>,
     exchanges: ByDtype,
-    reduction: Reduction,
 }
 
-impl RunReduction {
-    fn new(
-        ctx: &GroupContext,
-        list: &[Tensor],
-        runs: &[Vec<Run>],
-        reduction: Reduction,
-    ) -> Result<Self> {
+impl RunSum {
+    fn new(ctx: &GroupContext, list: &[Tensor], runs: &[Vec<Run>]) -> Result<Self> {
         let list: Vec<Tensor> = list.iter().map(flat).collect::<Result<_>>()?;
         let mut exchanges = ByDtype::new();
         for dtype in distinct_dtypes(runs.iter().flatten().map(|run| list[run.tensor].dtype())) {
@@ -188,13 +171,13 @@ impl RunReduction {
             exchanges.insert(dtype.as_str(), exchange);
         }
         let own = runs[ctx.rank].iter().map(|run| (run.clone(), list[run.tensor].dtype()));
-        Ok(Self { own: own.collect(), exchanges, reduction })
+        Ok(Self { own: own.collect(), exchanges })
     }
 
     fn finish(self) -> Result<Vec<Tensor>> {
         let mut sums = BTreeMap::new();
         for (dtype, exchange) in self.exchanges {
-            let sum = reduce_received(&exchange, self.reduction)?;
+            let sum = reduce_received(&exchange, Reduction::Sum)?;
             let mut start = 0;
             for (n, (run, run_dtype)) in self.own.iter().enumerate() {
                 if run_dtype.as_str() == dtype {
@@ -208,123 +191,36 @@ impl RunReduction {
     }
 }
 
-/// A reduction of a complete list on every rank. A rank that wants only some of the tensors drops
-/// the others; this is rare, because each process has one device.
-#[derive(Debug)]
-pub(super) struct ListReduction {
-    shapes: Vec<Shape>,
-    /// The indexes of the tensors that this rank wants.
-    wanted: Vec<usize>,
-    /// The indexes of the tensors that are reduced together, with their reduction.
-    buckets: Vec<(Vec<usize>, TensorReduction)>,
-}
-
-impl ListReduction {
-    fn new(
-        ctx: &GroupContext,
-        list: &[Tensor],
-        wanted: Vec<usize>,
-        (reduction, by): (Reduction, ReduceBy),
-    ) -> Result<Self> {
-        let shapes = list.iter().map(|x| x.shape().clone()).collect();
-        let mut reductions = Vec::new();
-        for bucket in buckets(list) {
-            let x = concat_bucket(list, &bucket)?;
-            reductions.push((bucket, TensorReduction::new(ctx, x, reduction, by)?));
-        }
-        Ok(Self { shapes, wanted, buckets: reductions })
-    }
-
-    fn finish(self) -> Result<Vec<Tensor>> {
-        let mut sums = BTreeMap::new();
-        for (bucket, sum) in self.buckets {
-            sums.extend(split_bucket(&self.shapes, &bucket, &sum.finish()?)?);
-        }
-        let mut wanted = Vec::with_capacity(self.wanted.len());
-        for n in &self.wanted {
-            let Some(sum) = sums.get(n) else { bail!("there is no tensor {n} to sum") };
-            wanted.push(sum.clone());
-        }
-        Ok(wanted)
-    }
-}
-
-/// The members that reduce the items of a large tensor. Small tensors are reduced by every member.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ReduceBy {
-    /// Every member receives all summands and reduces them, after a single transfer.
-    EveryMember,
-    /// Every member reduces a part, and then the members exchange the reduced parts in a second
-    /// transfer.
-    ///
-    /// A started collective must not use two transfers, because it could deadlock. Its second
-    /// transfer waits on the replica's stream for the addition. By then the replica may have queued
-    /// a called collective on that stream. If another member waits for the sum before it calls that
-    /// collective, the two members wait for each other.
-    Parts,
-}
-
-/// The reduction of one flat tensor, for all members.
-#[derive(Debug)]
-pub(super) struct TensorReduction {
-    n_items: usize,
-    /// Whether each member reduces one part, so that a second transfer exchanges the reduced parts.
-    is_in_parts: bool,
-    /// The exchange of the summands. In a reduction in parts, `start` replaces it by the exchange
-    /// of the reduced parts.
-    exchange: ItemExchange,
+/// Returns the reductions of all tensors of a list, after the headers of all members have agreed.
+pub(super) fn reduce_list(
+    call: &NcclCall<'_>,
+    list: &[Tensor],
     reduction: Reduction,
+) -> Result<Vec<Tensor>> {
+    let mut sums = BTreeMap::new();
+    for bucket in buckets(list) {
+        let sum = reduce_flat(call, concat_bucket(list, &bucket)?, reduction)?;
+        sums.extend(split_bucket(list, &bucket, &sum)?);
+    }
+    // The map is ordered by the index of the tensor.
+    Ok(sums.into_values().collect())
 }
 
-impl TensorReduction {
-    pub(super) fn new(
-        ctx: &GroupContext,
-        x: Tensor,
-        reduction: Reduction,
-        by: ReduceBy,
-    ) -> Result<Self> {
-        let n_items = x.elem_count();
-        let is_large = n_items * x.dtype().size_in_bytes() > SMALL_BYTES;
-        let is_in_parts = is_large && by == ReduceBy::Parts;
-        let part =
-            |rank| if is_in_parts { balanced(n_items, rank, ctx.size()) } else { 0..n_items };
-        let own_items = part(ctx.rank).len();
-        Ok(Self {
-            n_items,
-            is_in_parts,
-            exchange: ItemExchange::new(ctx, x, part, |_| own_items)?,
-            reduction,
-        })
+/// Returns the reduction of one flat tensor. Every member reduces a small tensor. Of a large one,
+/// every member reduces a part, and then the members exchange the reduced parts in a second
+/// transfer.
+fn reduce_flat(call: &NcclCall<'_>, x: Tensor, reduction: Reduction) -> Result<Tensor> {
+    let (n_items, size) = (x.elem_count(), call.ctx.size());
+    let is_in_parts = n_items * x.dtype().size_in_bytes() > SMALL_BYTES;
+    let part = |rank| if is_in_parts { balanced(n_items, rank, size) } else { 0..n_items };
+    let own_items = part(call.ctx.rank).len();
+    let mut exchange = ItemExchange::new(call.ctx, x, part, |_| own_items)?;
+    exchange.start(call);
+    let sum = reduce_received(&exchange, reduction)?;
+    if !is_in_parts {
+        return Ok(sum);
     }
-
-    /// Starts the transfer. In a reduction in parts, also reduces this member's part, and starts
-    /// the second transfer.
-    pub(super) fn start(&mut self, call: &NcclCall<'_>) -> Result<()> {
-        self.exchange.start(call);
-        if !self.is_in_parts {
-            return Ok(());
-        }
-        let sum = reduce_received(&self.exchange, self.reduction)?;
-        let n_items = self.n_items;
-        let size = call.ctx.size();
-        let own_items = sum.elem_count();
-        self.exchange = ItemExchange::new(
-            call.ctx,
-            sum,
-            |_| 0..own_items,
-            |from| balanced(n_items, from, size).len(),
-        )?;
-        self.exchange.start(call);
-        Ok(())
-    }
-
-    pub(super) fn finish(self) -> Result<Tensor> {
-        if self.is_in_parts {
-            Tensor::cat(&self.exchange.results()?, 0)
-        } else {
-            reduce_received(&self.exchange, self.reduction)
-        }
-    }
+    Tensor::cat(&call.exchange_items(sum, |_| 0..own_items, |from| part(from).len())?, 0)
 }
 
 /// Groups the indexes of a list's tensors into buckets of one dtype. Lists of the same dtypes and
@@ -390,16 +286,16 @@ fn concat_bucket(list: &[Tensor], bucket: &[usize]) -> Result<Tensor> {
 }
 
 /// Splits the concatenated tensors of a bucket. Returns each tensor with its index in the list, in
-/// its shape from `shapes`.
+/// its shape there.
 fn split_bucket(
-    shapes: &[Shape],
+    list: &[Tensor],
     bucket: &[usize],
     joined: &Tensor,
 ) -> Result<Vec<(usize, Tensor)>> {
     let mut start = 0;
     let mut parts = Vec::with_capacity(bucket.len());
     for &n in bucket {
-        let shape = &shapes[n];
+        let shape = list[n].shape();
         parts.push((n, joined.narrow(0, start, shape.elem_count())?.reshape(shape)?));
         start += shape.elem_count();
     }
@@ -424,8 +320,7 @@ mod tests {
             (0..4).map(|n| Tensor::full(n as f32, (n, 2), &Device::Cpu).unwrap()).collect();
         let joined = concat_bucket(&list, &[1, 0, 3]).unwrap();
         assert_eq!(joined.dims(), [8]);
-        let shapes: Vec<Shape> = list.iter().map(|x| x.shape().clone()).collect();
-        for (n, part) in split_bucket(&shapes, &[1, 0, 3], &joined).unwrap() {
+        for (n, part) in split_bucket(&list, &[1, 0, 3], &joined).unwrap() {
             assert_eq!(part.to_vec2::<f32>().unwrap(), list[n].to_vec2::<f32>().unwrap());
         }
     }

@@ -34,7 +34,7 @@ use self::{
     comm_thread::{CommThread, StartedReceiver},
     exchange::{ExitHandler, NcclCall, NcclChannel, deadline_error, empty_tensor},
     link::{NcclLink, is_supported, new_id},
-    list_ops::{NcclListOp, ReduceBy, TensorReduction, concat_flat, flat},
+    list_ops::{NcclListOp, concat_flat, flat, reduce_list},
     peers::PeerInfo,
     store::{CommId, MeshBootstrap, bootstrap},
 };
@@ -238,12 +238,7 @@ impl NcclInner {
 
     /// Checks and packs the arguments of a collective on lists. Returns the packed collective, and
     /// the hash and the description that the members compare.
-    fn prepare(
-        &self,
-        ctx: &GroupContext,
-        work: ListRequest,
-        by: ReduceBy,
-    ) -> Result<(NcclListOp, u64, Vec<u8>)> {
+    fn prepare(&self, ctx: &GroupContext, work: ListRequest) -> Result<(NcclListOp, u64, Vec<u8>)> {
         let list = match &work {
             ListRequest::Gather { own, .. } => {
                 own.iter().try_for_each(|x| self.check_sendable(ctx, x))?;
@@ -251,14 +246,14 @@ impl NcclInner {
                 // detail, is.
                 &[]
             }
-            ListRequest::Reduce { list, .. } => {
+            ListRequest::Sum { list, .. } => {
                 list.iter().try_for_each(|x| self.check_sendable(ctx, x))?;
                 &list[..]
             }
         };
         let hash = call_hash(&ctx.call, list);
         let text = description(&ctx.call, list);
-        Ok((NcclListOp::new(ctx, work, by)?, hash, text))
+        Ok((NcclListOp::new(ctx, work)?, hash, text))
     }
 }
 
@@ -288,15 +283,16 @@ impl PendingCollective for NcclHandle {
 }
 
 impl Engine for Nccl {
-    fn all_reduce(&self, ctx: &GroupContext, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
-        let Some((call, _, _guard)) = self.0.enter(ctx, slice::from_ref(x), 0)? else {
-            return contiguous_copy(x);
-        };
-        call.carry_out(|| {
-            let mut sum = TensorReduction::new(ctx, flat(x)?, reduction, ReduceBy::Parts)?;
-            sum.start(&call)?;
-            sum.finish()?.reshape(x.shape())
-        })
+    #[expect(clippy::expect_used, reason = "groups of one are served without an engine")]
+    fn all_reduce(
+        &self,
+        ctx: &GroupContext,
+        list: &[Tensor],
+        reduction: Reduction,
+    ) -> Result<Vec<Tensor>> {
+        let entered = self.0.enter(ctx, list, 0)?;
+        let (call, _, _guard) = entered.expect("a group of several members");
+        call.carry_out(|| reduce_list(&call, list, reduction))
     }
 
     fn all_gather(&self, ctx: &GroupContext, x: &Tensor) -> Result<GatheredTensors> {
@@ -370,10 +366,13 @@ impl Engine for Nccl {
 
     fn run_list(&self, ctx: &GroupContext, work: ListRequest) -> Result<Vec<Tensor>> {
         let _guard = self.0.current.enter(ctx)?;
-        let (mut list_op, hash, text) = self.0.prepare(ctx, work, ReduceBy::Parts)?;
+        let (mut list_op, hash, text) = self.0.prepare(ctx, work)?;
         let call = NcclCall { channel: &self.0.blocking, ctx };
         call.exchange_headers(hash, 0, || text)?;
-        call.carry_out(|| list_op.start(&call))?;
+        call.carry_out(|| {
+            list_op.start(&call);
+            Ok(())
+        })?;
         list_op.finish()
     }
 
@@ -383,13 +382,16 @@ impl Engine for Nccl {
         work: ListRequest,
     ) -> Result<Box<dyn PendingCollective>> {
         let _guard = self.0.current.enter(ctx)?;
-        let (list_op, hash, text) = self.0.prepare(ctx, work, ReduceBy::EveryMember)?;
+        let (list_op, hash, text) = self.0.prepare(ctx, work)?;
         let channel = Arc::clone(&self.0.background);
         let own_ctx = ctx.clone();
         let started = self.0.comm_thread.queue_start(list_op, move |list_op| {
             let call = NcclCall { channel: &channel, ctx: &own_ctx };
             call.exchange_headers(hash, 0, || text)?;
-            call.carry_out(|| list_op.start(&call))
+            call.carry_out(|| {
+                list_op.start(&call);
+                Ok(())
+            })
         });
         Ok(Box::new(NcclHandle { nccl: self.clone(), ctx: ctx.clone(), started }))
     }

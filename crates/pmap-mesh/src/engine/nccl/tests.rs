@@ -292,20 +292,6 @@ fn moves_match_threads() {
     });
 }
 
-#[test]
-fn list_sums_match_threads() {
-    check(&[("a", 3)], |ctx| {
-        let from_shape = |shape: &[usize], dtype| input(ctx, shape, dtype);
-        let list = vec![
-            from_shape(&[3, 5], DType::F32)?,
-            from_shape(&[7], DType::BF16)?,
-            from_shape(&[300, 200], DType::F32)?,
-            from_shape(&[], DType::F32)?,
-        ];
-        ctx.psum_list(list, &[2, 0, 1, 3], ALL)
-    });
-}
-
 /// Cuts each tensor into runs of 5 items at most, assigned to the ranks from the last to the first.
 fn layout(tensors: &[(Vec<usize>, DType)], ranks: usize) -> RunLayout {
     let mut by_rank = vec![Vec::new(); ranks];
@@ -342,9 +328,9 @@ fn runs_match_threads() {
             all.extend(gathered.iter().map(Var::as_detached_tensor));
         }
         all.extend(ctx.reduce_runs(list.clone(), &layout, set)?);
-        let sum = ctx.start_psum(&list[0], set)?;
+        let trees = ctx.psum(&list, set)?;
         all.extend(ctx.start_reduce_runs(list, &layout, set)?.wait()?);
-        all.push(sum.wait()?);
+        all.extend(trees);
         Ok(all)
     });
 }

@@ -6,22 +6,9 @@ use candle_core::Tensor;
 
 use crate::{axes::AxisSet, reduce::shared_work::SharedWork};
 
-/// One member's contribution to a collective.
-#[derive(Debug, Default)]
-pub(super) struct MemberContribution {
-    /// The contributed tensors. Other members read them from the arrival of the last member until
-    /// this member leaves the collective.
-    pub(super) tensors: Vec<Tensor>,
-    /// The indexes of the tensors that this member wants, for
-    /// [`WantedTensors::Own`](crate::engine::WantedTensors::Own).
-    pub(super) wanted: Vec<usize>,
-}
-
-impl From<Tensor> for MemberContribution {
-    fn from(tensor: Tensor) -> Self {
-        Self { tensors: vec![tensor], wanted: Vec::new() }
-    }
-}
+/// The tensors that one member contributes to a collective. Other members read them from the
+/// arrival of the last member until this member leaves the collective.
+pub(super) type Contribution = Vec<Tensor>;
 
 /// The shared work of one collective of lists.
 #[derive(Debug)]
@@ -37,7 +24,7 @@ pub(super) type RunKey = (usize, usize, usize);
 /// Plans the shared work of a group, given the contributions of its members by rank; returns `None`
 /// if each member computes its results alone.
 pub(super) type WorkPlanner<'a> =
-    &'a dyn Fn(&[MemberContribution]) -> Option<candle_core::Result<ListWork>>;
+    &'a dyn Fn(&[Contribution]) -> Option<candle_core::Result<ListWork>>;
 
 /// The key of a collective in a call: the axes of its group, the index of the group along these
 /// axes, and the number of the collective in the group.
@@ -54,7 +41,7 @@ pub(super) struct GroupExchange {
 #[derive(Debug)]
 struct CompleteExchange {
     /// The contributions, by rank.
-    contributions: Vec<MemberContribution>,
+    contributions: Vec<Contribution>,
     /// The shared work or its error; `None` if each member computes alone.
     work: Option<Result<ListWork, String>>,
 }
@@ -76,11 +63,7 @@ impl GroupExchange {
     /// Plans the shared work, and publishes it and all contributions to the members. Called by the
     /// last member to arrive.
     #[expect(clippy::expect_used, reason = "only the last member completes an exchange")]
-    pub(super) fn complete(
-        &self,
-        contributions: Vec<MemberContribution>,
-        plan: Option<WorkPlanner<'_>>,
-    ) {
+    pub(super) fn complete(&self, contributions: Vec<Contribution>, plan: Option<WorkPlanner<'_>>) {
         let planned = plan.and_then(|plan| plan(&contributions));
         let work = planned.map(|result| result.map_err(|error| error.to_string()));
         self.published
@@ -94,13 +77,13 @@ impl GroupExchange {
     }
 
     /// Returns the contributions, by rank.
-    pub(super) fn contributions(&self) -> &[MemberContribution] {
+    pub(super) fn contributions(&self) -> &[Contribution] {
         &self.get().contributions
     }
 
     /// Returns the single tensor that this rank contributed.
     pub(super) fn only_tensor(&self, rank: usize) -> &Tensor {
-        &self.contributions()[rank].tensors[0]
+        &self.contributions()[rank][0]
     }
 
     /// Returns tensor number `n` of each member.
@@ -123,6 +106,6 @@ impl GroupExchange {
 }
 
 /// Returns tensor number `n` of each member.
-pub(super) fn nth_of_each_member(contributions: &[MemberContribution], n: usize) -> Vec<Tensor> {
-    contributions.iter().map(|contribution| contribution.tensors[n].clone()).collect()
+pub(super) fn nth_of_each_member(contributions: &[Contribution], n: usize) -> Vec<Tensor> {
+    contributions.iter().map(|contribution| contribution[n].clone()).collect()
 }

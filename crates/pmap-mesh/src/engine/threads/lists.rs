@@ -12,14 +12,14 @@ use candle_core::{Device, Result, Shape, Tensor, Var, bail};
 
 use super::{
     SMALL_BYTES,
-    exchange::{GroupExchange, ListWork, MemberContribution, RunKey, nth_of_each_member},
+    exchange::{Contribution, GroupExchange, ListWork, RunKey, nth_of_each_member},
     rendezvous::Rendezvous,
     snapshot,
 };
 use crate::{
     device::to_device::{leaf_to_device, n_bytes, to_host},
     engine::{
-        GroupContext, ListRequest, WantedTensors,
+        GroupContext, ListRequest,
         layout::{Run, RunLayout},
     },
     reduce::{
@@ -39,7 +39,8 @@ pub(super) enum ListOp {
 /// A reduction of the members' lists, or of parts of them.
 #[derive(Debug)]
 pub(super) struct ListReduction {
-    wanted: WantedTensors,
+    /// The runs that each rank gets; `None` if every rank gets every tensor.
+    runs_by_rank: Option<Arc<[Vec<Run>]>>,
     reduction: Reduction,
     /// The device of each tensor of the list.
     devices: Vec<Device>,
@@ -55,22 +56,22 @@ struct ReduceTarget {
 
 impl ListOp {
     /// Splits a request into the operation of one member and its contribution.
-    pub(super) fn new(work: ListRequest) -> Result<(Self, MemberContribution)> {
+    pub(super) fn new(work: ListRequest) -> Result<(Self, Contribution)> {
         match work {
             ListRequest::Gather { own, layout, device } => {
-                let tensors = own.iter().map(to_host).collect::<Result<_>>()?;
-                let contribution = MemberContribution { tensors, wanted: Vec::new() };
+                let contribution = own.iter().map(to_host).collect::<Result<_>>()?;
                 Ok((Self::Gather { layout, device }, contribution))
             }
-            ListRequest::Reduce { list, wanted, reduction } => {
-                let (op, contribution) = ListReduction::new(&list, wanted, reduction)?;
+            ListRequest::Sum { list, runs_by_rank } => {
+                let (op, contribution) =
+                    ListReduction::new(&list, Some(runs_by_rank), Reduction::Sum)?;
                 Ok((Self::Reduce(op), contribution))
             }
         }
     }
 
     /// Plans the shared work; returns `None` if each member computes its results alone.
-    pub(super) fn plan(&self, contributions: &[MemberContribution]) -> Option<Result<ListWork>> {
+    pub(super) fn plan(&self, contributions: &[Contribution]) -> Option<Result<ListWork>> {
         match self {
             Self::Gather { layout, .. } => Some(plan_gather(layout, contributions)),
             Self::Reduce(op) => (!op.is_small).then(|| op.plan(contributions)),
@@ -99,28 +100,18 @@ impl ListOp {
 }
 
 impl ListReduction {
-    fn new(
+    pub(super) fn new(
         list: &[Tensor],
-        wanted: WantedTensors,
+        runs_by_rank: Option<Arc<[Vec<Run>]>>,
         reduction: Reduction,
-    ) -> Result<(Self, MemberContribution)> {
+    ) -> Result<(Self, Contribution)> {
         // Copy small lists, so that no member has to wait until the other members have read its
         // list.
         let is_small = list.iter().map(n_bytes).sum::<usize>() <= SMALL_BYTES;
         let to_contribution = if is_small { snapshot } else { to_host };
-        let tensors = list.iter().map(to_contribution).collect::<Result<_>>()?;
-        let own = match &wanted {
-            WantedTensors::Own(own) => own.clone(),
-            WantedTensors::Everything | WantedTensors::ByRank(_) => Vec::new(),
-        };
-        if let Some(n) = own.iter().find(|&&n| n >= list.len()) {
-            bail!("there is no tensor {n} to sum");
-        }
+        let contribution = list.iter().map(to_contribution).collect::<Result<_>>()?;
         let devices = list.iter().map(|x| x.device().clone()).collect();
-        Ok((
-            Self { wanted, reduction, devices, is_small },
-            MemberContribution { tensors, wanted: own },
-        ))
+        Ok((Self { runs_by_rank, reduction, devices, is_small }, contribution))
     }
 
     /// Returns this member's results of finished shared work.
@@ -130,7 +121,7 @@ impl ListReduction {
         exchange: &GroupExchange,
         ListWork { work, outputs }: &ListWork,
     ) -> Result<Vec<Tensor>> {
-        self.targets(ctx.rank, exchange.contributions())
+        self.targets(ctx.rank, &exchange.contributions()[0])
             .iter()
             .map(|ReduceTarget { run, .. }| {
                 work.result(outputs[&output_key(run)])?.to_device(&self.devices[run.tensor])
@@ -144,7 +135,7 @@ impl ListReduction {
         check_equal_lists(contributions)?;
         let mut results = Vec::new();
         for ReduceTarget { run: Run { tensor, items }, shape } in
-            self.targets(ctx.rank, contributions)
+            self.targets(ctx.rank, &contributions[0])
         {
             let summands = exchange.nth_of_each_member(tensor);
             let sum = reduce::reduce_item_range(&summands, items, &shape, self.reduction)?;
@@ -153,14 +144,13 @@ impl ListReduction {
         Ok(results)
     }
 
-    /// Plans the reductions of all runs that any rank wants. A run that several ranks want is
-    /// reduced once.
-    fn plan(&self, contributions: &[MemberContribution]) -> Result<ListWork> {
+    /// Plans the reductions of all runs. A run that several ranks get is reduced once.
+    fn plan(&self, contributions: &[Contribution]) -> Result<ListWork> {
         check_equal_lists(contributions)?;
         let mut outputs = BTreeMap::new();
         let mut reductions = Vec::new();
         for rank in 0..contributions.len() {
-            for ReduceTarget { run, shape } in self.targets(rank, contributions) {
+            for ReduceTarget { run, shape } in self.targets(rank, &contributions[0]) {
                 let n_outputs = reductions.len();
                 if *outputs.entry(output_key(&run)).or_insert(n_outputs) == n_outputs {
                     let summands = nth_of_each_member(contributions, run.tensor);
@@ -171,17 +161,15 @@ impl ListReduction {
         Ok(ListWork { work: SharedWork::new(reductions, contributions.len()), outputs })
     }
 
-    /// Returns the runs that a rank wants.
-    fn targets(&self, rank: usize, contributions: &[MemberContribution]) -> Vec<ReduceTarget> {
-        let MemberContribution { tensors, wanted } = &contributions[rank];
-        let whole_tensor = |tensor: usize| {
-            let shape = tensors[tensor].shape().clone();
+    /// Returns the runs of a list that a rank gets; all members have equal lists.
+    fn targets(&self, rank: usize, list: &[Tensor]) -> Vec<ReduceTarget> {
+        let whole_tensor = |(tensor, x): (usize, &Tensor)| {
+            let shape = x.shape().clone();
             ReduceTarget { run: Run { tensor, items: 0..shape.elem_count() }, shape }
         };
-        match &self.wanted {
-            WantedTensors::Everything => (0..tensors.len()).map(whole_tensor).collect(),
-            WantedTensors::Own(_) => wanted.iter().copied().map(whole_tensor).collect(),
-            WantedTensors::ByRank(runs) => runs[rank]
+        match &self.runs_by_rank {
+            None => list.iter().enumerate().map(whole_tensor).collect(),
+            Some(runs) => runs[rank]
                 .iter()
                 .map(|run| ReduceTarget { shape: run.items.len().into(), run: run.clone() })
                 .collect(),
@@ -195,10 +183,9 @@ fn output_key(run: &Run) -> RunKey {
 
 /// Rejects lists whose dtypes or shapes differ, since the kernel would reduce only the items that
 /// all lists have.
-fn check_equal_lists(contributions: &[MemberContribution]) -> Result<()> {
-    let first = &contributions[0].tensors;
-    for (rank, MemberContribution { tensors, .. }) in contributions.iter().enumerate() {
-        for (n, (left, right)) in first.iter().zip(tensors).enumerate() {
+fn check_equal_lists(contributions: &[Contribution]) -> Result<()> {
+    for (rank, list) in contributions.iter().enumerate() {
+        for (n, (left, right)) in contributions[0].iter().zip(list).enumerate() {
             if left.dtype() != right.dtype() || left.shape() != right.shape() {
                 bail!(
                     "tensor {n} is {} {:?} on rank 0 and {} {:?} on rank {rank}",
@@ -226,10 +213,10 @@ fn gather_results(
 }
 
 /// Plans the concatenation of a layout's tensors.
-fn plan_gather(layout: &RunLayout, contributions: &[MemberContribution]) -> Result<ListWork> {
+fn plan_gather(layout: &RunLayout, contributions: &[Contribution]) -> Result<ListWork> {
     let mut outputs = Vec::new();
     for ((shape, dtype), owners) in layout.tensors().iter().zip(layout.by_tensor()) {
-        let parts = owners.iter().map(|run| contributions[run.rank].tensors[run.index].clone());
+        let parts = owners.iter().map(|run| contributions[run.rank][run.index].clone());
         outputs.push(concat_output(Concatenation {
             dtype: *dtype,
             shape: shape.clone(),

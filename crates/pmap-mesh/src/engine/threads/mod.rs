@@ -12,10 +12,10 @@ use crate::{
     device::to_device::{contiguous_copy, n_bytes, to_host},
     engine::{
         AllgatherPurpose, Backend, Engine, GatheredTensors, GroupContext, ListRequest,
-        PendingCollective, SendReceive, WantedTensors,
+        PendingCollective, SendReceive,
         threads::{
-            exchange::{GroupExchange, ListWork, MemberContribution, nth_of_each_member},
-            lists::{ListOp, concat_flat},
+            exchange::{Contribution, GroupExchange, ListWork, nth_of_each_member},
+            lists::{ListOp, ListReduction, concat_flat},
             rendezvous::Rendezvous,
         },
         traffic::TrafficCounter,
@@ -75,6 +75,19 @@ struct ThreadEngine {
     counters: Arc<[TrafficCounter]>,
 }
 
+impl ThreadEngine {
+    fn run_list_op(
+        &self,
+        ctx: &GroupContext,
+        op: &ListOp,
+        contribution: Contribution,
+    ) -> Result<Vec<Tensor>> {
+        let plan = |contributions: &[Contribution]| op.plan(contributions);
+        let exchange = self.rendezvous.contribute_and_wait(ctx, contribution, Some(&plan))?;
+        op.compute_results(&self.rendezvous, ctx, &exchange)
+    }
+}
+
 /// A started collective on lists.
 #[derive(Debug)]
 struct StartedCollective {
@@ -93,21 +106,26 @@ impl PendingCollective for StartedCollective {
 }
 
 impl Engine for ThreadEngine {
-    fn all_reduce(&self, ctx: &GroupContext, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
-        if n_bytes(x) > SMALL_BYTES {
-            let list = vec![x.clone()];
-            let request =
-                ListRequest::Reduce { list, wanted: WantedTensors::Everything, reduction };
-            let mut sums = self.run_list(ctx, request)?;
-            return Ok(sums.swap_remove(0));
+    fn all_reduce(
+        &self,
+        ctx: &GroupContext,
+        list: &[Tensor],
+        reduction: Reduction,
+    ) -> Result<Vec<Tensor>> {
+        if let [x] = list
+            && n_bytes(x) <= SMALL_BYTES
+        {
+            let exchange = self.rendezvous.contribute_and_wait(ctx, vec![snapshot(x)?], None)?;
+            let sum = reduce::reduce_tensors(&exchange.nth_of_each_member(0), reduction)?;
+            return Ok(vec![sum.to_device(x.device())?]);
         }
-        let exchange = self.rendezvous.contribute_and_wait(ctx, snapshot(x)?.into(), None)?;
-        reduce::reduce_tensors(&exchange.nth_of_each_member(0), reduction)?.to_device(x.device())
+        let (op, contribution) = ListReduction::new(list, None, reduction)?;
+        self.run_list_op(ctx, &ListOp::Reduce(op), contribution)
     }
 
     fn all_gather(&self, ctx: &GroupContext, x: &Tensor) -> Result<GatheredTensors> {
         let own = if n_bytes(x) <= SMALL_BYTES { snapshot(x)? } else { to_host(x)? };
-        let exchange = self.rendezvous.contribute_and_wait(ctx, own.into(), Some(&plan_gather))?;
+        let exchange = self.rendezvous.contribute_and_wait(ctx, vec![own], Some(&plan_gather))?;
         let parts = exchange.nth_of_each_member(0);
         let Some(ListWork { work, .. }) = exchange.work()? else {
             let parts = parts.iter().map(|part| part.to_device(x.device()));
@@ -121,8 +139,7 @@ impl Engine for ThreadEngine {
     fn all_to_all(&self, ctx: &GroupContext, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let device = parts[ctx.rank].device();
         let tensors = parts.iter().map(snapshot).collect::<Result<_>>()?;
-        let contribution = MemberContribution { tensors, wanted: Vec::new() };
-        let exchange = self.rendezvous.contribute_and_wait(ctx, contribution, None)?;
+        let exchange = self.rendezvous.contribute_and_wait(ctx, tensors, None)?;
         exchange
             .nth_of_each_member(ctx.rank)
             .iter()
@@ -136,11 +153,8 @@ impl Engine for ThreadEngine {
         message: &SendReceive<'_>,
     ) -> Result<Option<Tensor>> {
         // Only the sender copies its tensor; all receivers share this copy.
-        let contribution = if message.is_sent {
-            snapshot(message.x)?.into()
-        } else {
-            MemberContribution::default()
-        };
+        let contribution =
+            if message.is_sent { vec![snapshot(message.x)?] } else { Contribution::new() };
         let exchange = self.rendezvous.contribute_and_wait(ctx, contribution, None)?;
         let device = message.x.device();
         message.from.map(|from| exchange.only_tensor(from).to_device(device)).transpose()
@@ -148,12 +162,7 @@ impl Engine for ThreadEngine {
 
     fn run_list(&self, ctx: &GroupContext, request: ListRequest) -> Result<Vec<Tensor>> {
         let (op, contribution) = ListOp::new(request)?;
-        let exchange = self.rendezvous.contribute_and_wait(
-            ctx,
-            contribution,
-            Some(&|contributions| op.plan(contributions)),
-        )?;
-        op.compute_results(&self.rendezvous, ctx, &exchange)
+        self.run_list_op(ctx, &op, contribution)
     }
 
     fn start_list(
@@ -170,7 +179,7 @@ impl Engine for ThreadEngine {
     }
 
     fn barrier(&self, ctx: &GroupContext) -> Result<()> {
-        self.rendezvous.contribute_and_wait(ctx, MemberContribution::default(), None).map(drop)
+        self.rendezvous.contribute_and_wait(ctx, Contribution::new(), None).map(drop)
     }
 
     fn counter(&self) -> &TrafficCounter {
@@ -195,7 +204,7 @@ impl Engine for ThreadEngine {
 }
 
 /// Plans the concatenation of the members' tensors, unless all of them are small.
-fn plan_gather(contributions: &[MemberContribution]) -> Option<Result<ListWork>> {
+fn plan_gather(contributions: &[Contribution]) -> Option<Result<ListWork>> {
     let parts = nth_of_each_member(contributions, 0);
     let is_small = parts.iter().all(|part| n_bytes(part) <= SMALL_BYTES);
     (!is_small).then(|| concat_flat(parts))

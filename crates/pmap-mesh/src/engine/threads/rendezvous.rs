@@ -31,7 +31,7 @@ use crate::{
     axes::AxisSet,
     engine::{
         GroupContext,
-        threads::exchange::{CollectiveKey, GroupExchange, MemberContribution, WorkPlanner},
+        threads::exchange::{CollectiveKey, Contribution, GroupExchange, WorkPlanner},
     },
     error::{CollectiveError, Error, call::CollectiveCall},
     reduce::shared_work::SharedWork,
@@ -91,7 +91,7 @@ struct OpenCollective {
 
 struct MemberArrival {
     call: Arc<CollectiveCall>,
-    contribution: MemberContribution,
+    contribution: Contribution,
 }
 
 impl Rendezvous {
@@ -117,7 +117,7 @@ impl Rendezvous {
     pub(super) fn contribute_and_wait(
         &self,
         ctx: &GroupContext,
-        contribution: MemberContribution,
+        contribution: Contribution,
         plan: Option<WorkPlanner<'_>>,
     ) -> candle_core::Result<Arc<GroupExchange>> {
         let waits = true;
@@ -138,7 +138,7 @@ impl Rendezvous {
     pub(super) fn contribute(
         &self,
         ctx: &GroupContext,
-        contribution: MemberContribution,
+        contribution: Contribution,
         plan: WorkPlanner<'_>,
     ) -> candle_core::Result<Arc<GroupExchange>> {
         let waits = false;
@@ -152,7 +152,7 @@ impl Rendezvous {
     fn join(
         &self,
         ctx: &GroupContext,
-        contribution: MemberContribution,
+        contribution: Contribution,
         plan: Option<WorkPlanner<'_>>,
         waits: bool,
     ) -> candle_core::Result<(Arc<GroupExchange>, bool)> {
@@ -291,8 +291,8 @@ impl Rendezvous {
         &self,
         state: &mut RendezvousState,
         ctx: &GroupContext,
-        contribution: MemberContribution,
-    ) -> candle_core::Result<(Arc<GroupExchange>, Option<Vec<MemberContribution>>)> {
+        contribution: Contribution,
+    ) -> candle_core::Result<(Arc<GroupExchange>, Option<Vec<Contribution>>)> {
         let slot = ctx.slot();
         // The caller holds the lock, so no failure can be recorded between this check and the
         // arrival.
@@ -506,7 +506,7 @@ impl OpenCollective {
         }
     }
 
-    fn add(&mut self, ctx: &GroupContext, contribution: MemberContribution) {
+    fn add(&mut self, ctx: &GroupContext, contribution: Contribution) {
         self.arrivals[ctx.rank] = Some(MemberArrival { call: Arc::clone(&ctx.call), contribution });
         self.n_missing -= 1;
     }
@@ -535,7 +535,7 @@ impl OpenCollective {
 
     /// Returns the exchange, and the contributions by rank, after all members have arrived.
     #[expect(clippy::expect_used, reason = "each arrival lowers `n_missing`, which is 0 by now")]
-    fn close(self) -> (Arc<GroupExchange>, Vec<MemberContribution>) {
+    fn close(self) -> (Arc<GroupExchange>, Vec<Contribution>) {
         let arrivals = self.arrivals.into_iter();
         let contributions =
             arrivals.map(|arrival| arrival.expect("all members have arrived").contribution);
@@ -559,7 +559,7 @@ mod tests {
         slot: usize,
         waits: bool,
     ) -> candle_core::Result<Arc<GroupExchange>> {
-        Ok(rendezvous.join(&ctx(slot), MemberContribution::default(), None, waits)?.0)
+        Ok(rendezvous.join(&ctx(slot), Contribution::default(), None, waits)?.0)
     }
 
     fn join_waiting(

@@ -11,6 +11,7 @@ use candle_core::{DType, Device, Error as CandleError, Result, Tensor, bail};
 use pmap_mesh::{
     ALL, CollectiveError, DeviceMesh, Error, MeshError, Replica, ReplicaError, support::Pending,
 };
+use process_tests::lists::start_sum;
 
 use crate::differential::{
     faults::{CallFailure, CollectiveCall, FaultKind, NO_DATA, Scenario, ScenarioStep},
@@ -121,7 +122,7 @@ struct ReplicaRun<'a> {
     call_has_ended: &'a Gate,
     ctx: &'a Replica,
     /// The pending sums, by the index of the step.
-    pending: BTreeMap<usize, Pending<Tensor>>,
+    pending: BTreeMap<usize, Pending<Vec<Tensor>>>,
 }
 
 impl ReplicaRun<'_> {
@@ -149,7 +150,7 @@ impl ReplicaRun<'_> {
             ScenarioStep::Call(call) => self.call(call),
             ScenarioStep::Start(axes) => {
                 let ones = Tensor::ones(3, DType::F32, &Device::Cpu)?;
-                let sum = self.ctx.start_psum(&ones, self.scenario.grid.named(axes))?;
+                let sum = start_sum(self.ctx, &ones, self.scenario.grid.named(axes))?;
                 self.pending.insert(index, sum);
                 Ok(())
             }

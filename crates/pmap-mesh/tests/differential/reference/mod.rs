@@ -100,22 +100,22 @@ impl ProgramState {
                 let place = [self.grid.rank(axes, slot), self.grid.size(axes)];
                 Array::from_numbers(&place.map(|n| n as f64))
             }),
-            ProgramStep::Blocking(call) => call.results(&self.grid, &self.values),
+            ProgramStep::Blocking(call) => call.results(&self.grid),
             // A started collective must be possible, because a later step waits for its results.
             ProgramStep::Start(call) => {
-                call.results(&self.grid, &self.values)?;
+                call.results(&self.grid)?;
                 Some(vec![Vec::new(); self.grid.slots()])
             }
             ProgramStep::Wait { calls, .. } => {
                 let mut all = vec![Vec::new(); self.grid.slots()];
                 for call in calls {
-                    let results = call.results(&self.grid, &self.values)?;
+                    let results = call.results(&self.grid)?;
                     all.iter_mut().zip(results).for_each(|(all, own)| all.extend(own));
                 }
                 Some(all)
             }
             ProgramStep::Rows => one_each(&|slot| self.rows(slot)),
-            ProgramStep::Sums { value, wanted } => self.sums(value, wanted),
+            ProgramStep::Sums { value } => self.sums(value),
             ProgramStep::Collective { op, value, axes } => {
                 let mut results = Vec::new();
                 for slot in slots {
@@ -139,7 +139,7 @@ impl ProgramState {
         }
     }
 
-    fn sums(&self, value: &[usize], wanted: &[Vec<usize>]) -> Option<StepValue> {
+    fn sums(&self, value: &[usize]) -> Option<StepValue> {
         let mut sums = Vec::with_capacity(value.len());
         for value in value {
             let passed: Vec<&Array> = self.values[*value].iter().map(|slot| &slot[0]).collect();
@@ -148,7 +148,7 @@ impl ProgramState {
             }
             sums.push(Array::folded(&passed, FoldOp::Sum));
         }
-        Some(wanted.iter().map(|list| list.iter().map(|&n| sums[n].clone()).collect()).collect())
+        Some(vec![sums; self.grid.slots()])
     }
 
     /// Returns the joined results.

@@ -1,17 +1,15 @@
 //! The round that assembles tensors from the runs of all ranks.
 
-use std::{iter, ops::Range, sync::Arc};
+use std::{iter, ops::Range};
 
 use bytemuck::cast_slice;
-use candle_core::{DType, Device, Result, Shape, Tensor};
+use candle_core::{Device, Result, Tensor};
 
-use super::{
-    ByteSpan, MpiRound, ReceivedChunk, RoundOutcome, byte_ranges, n_words, pack, spans_in_chunk,
-};
+use super::{ByteSpan, MpiRound, ReceivedChunk, byte_ranges, n_words, pack, spans_in_chunk};
 use crate::{
     device::to_device::{leaf_to_device, to_host},
     engine::{
-        layout::{Run, RunLayout},
+        layout::RunLayout,
         mpi::bytes::{ReceiveBuffer, buffer, with_bytes},
     },
 };
@@ -21,52 +19,35 @@ pub(in super::super) struct GatherRound {
     /// This rank's runs.
     own: Vec<Tensor>,
     own_rank: usize,
-    runs_by_rank: Arc<[Vec<Run>]>,
-    /// The shape, dtype and device of each result.
-    tensors: Vec<(Shape, DType, Device)>,
+    layout: RunLayout,
+    /// The device of the results.
+    device: Device,
     /// The items of each result; received runs are written here directly.
     results: Vec<Box<dyn ReceiveBuffer>>,
-    /// Whether each result is a leaf of candle's graph.
-    are_leaves: bool,
 }
 
 impl GatherRound {
     /// Prepares to gather the tensors of a layout, each as a leaf on `device`; `own` are this
     /// rank's runs.
-    pub(in super::super) fn for_layout(
+    pub(in super::super) fn new(
         own: &[Tensor],
         own_rank: usize,
-        layout: &RunLayout,
-        device: &Device,
+        layout: RunLayout,
+        device: Device,
     ) -> Result<Self> {
-        let runs_by_rank = Arc::clone(layout.by_rank());
         // Tensors of `own` after the runs of the layout are not sent.
-        let own = own[..runs_by_rank[own_rank].len()].iter().map(to_host).collect::<Result<_>>()?;
-        let tensors = layout
-            .tensors()
-            .iter()
-            .map(|(shape, dtype)| (shape.clone(), *dtype, device.clone()))
-            .collect();
-        Ok(Self { are_leaves: true, ..Self::new(own, own_rank, runs_by_rank, tensors)? })
-    }
-
-    /// Prepares to gather tensors without a graph; `own` are this rank's runs.
-    pub(super) fn new(
-        own: Vec<Tensor>,
-        own_rank: usize,
-        runs_by_rank: Arc<[Vec<Run>]>,
-        tensors: Vec<(Shape, DType, Device)>,
-    ) -> Result<Self> {
+        let n_own = layout.runs(own_rank).len();
+        let own = own[..n_own].iter().map(to_host).collect::<Result<_>>()?;
+        let tensors = layout.tensors().iter();
         let results = tensors
-            .iter()
-            .map(|(shape, dtype, _)| buffer(*dtype, shape.elem_count()))
+            .map(|(shape, dtype)| buffer(*dtype, shape.elem_count()))
             .collect::<Result<_>>()?;
-        Ok(Self { own, own_rank, runs_by_rank, tensors, results, are_leaves: false })
+        Ok(Self { own, own_rank, layout, device, results })
     }
 
     /// Returns the range of bytes that each run of a rank has in its tensor.
     fn run_bytes(&self, rank: usize) -> impl Iterator<Item = Range<usize>> {
-        byte_ranges(&self.runs_by_rank[rank], |tensor_index| self.tensors[tensor_index].1)
+        byte_ranges(self.layout.runs(rank), |tensor| self.layout.tensors()[tensor].1)
     }
 
     /// Returns the number of words that a rank sends.
@@ -81,7 +62,8 @@ impl GatherRound {
             spans_in_chunk(runs.iter().map(Range::len), range)
         {
             let start = runs[run_index].start;
-            let result = self.results[self.runs_by_rank[*from][run_index].tensor].bytes_mut();
+            let tensor = self.layout.runs(*from)[run_index].tensor;
+            let result = self.results[tensor].bytes_mut();
             result[start + in_run.start..start + in_run.end]
                 .copy_from_slice(&cast_slice(words)[in_chunk]);
         }
@@ -90,7 +72,7 @@ impl GatherRound {
     /// Copies this rank's runs to the results.
     fn write_own(&mut self) -> Result<()> {
         let runs: Vec<Range<usize>> = self.run_bytes(self.own_rank).collect();
-        let own_runs = iter::zip(&self.runs_by_rank[self.own_rank], &self.own);
+        let own_runs = iter::zip(self.layout.runs(self.own_rank), &self.own);
         for ((run, x), run_bytes) in own_runs.zip(runs) {
             let into = &mut self.results[run.tensor].bytes_mut()[run_bytes];
             with_bytes(x, |bytes| {
@@ -123,16 +105,12 @@ impl MpiRound for GatherRound {
         Ok(())
     }
 
-    fn finish(mut self: Box<Self>) -> Result<RoundOutcome> {
+    fn finish(mut self: Box<Self>) -> Result<Vec<Tensor>> {
         self.write_own()?;
-        let mut results = Vec::with_capacity(self.results.len());
-        for (result, (shape, _, device)) in self.results.into_iter().zip(self.tensors) {
-            results.push(if self.are_leaves {
-                leaf_to_device(result.leaf(shape.dims())?, &device)?
-            } else {
-                result.tensor(shape.dims())?.to_device(&device)?
-            });
-        }
-        Ok(RoundOutcome::Results(results))
+        let Self { results, layout, device, .. } = *self;
+        let tensors = results.into_iter().zip(layout.tensors());
+        tensors
+            .map(|(items, (shape, _))| leaf_to_device(items.leaf(shape.dims())?, &device))
+            .collect()
     }
 }

@@ -2,14 +2,14 @@
 //! chunk.
 
 mod gather;
-mod reduce;
+mod sum;
 
 use std::ops::Range;
 
 use bytemuck::cast_slice_mut;
 use candle_core::{DType, Result, Tensor};
 
-pub(super) use self::{gather::GatherRound, reduce::ReduceRound};
+pub(super) use self::{gather::GatherRound, sum::SumRound};
 use super::bytes::with_part;
 use crate::engine::layout::Run;
 
@@ -31,8 +31,8 @@ pub(super) trait MpiRound: Send {
     /// order of ranks.
     fn consume(&mut self, chunks: &[ReceivedChunk<'_>]) -> Result<()>;
 
-    /// Returns the next round or the results, after all words have been consumed.
-    fn finish(self: Box<Self>) -> Result<RoundOutcome>;
+    /// Returns the results, after all words have been consumed.
+    fn finish(self: Box<Self>) -> Result<Vec<Tensor>>;
 }
 
 /// A chunk of the words received from a rank.
@@ -41,12 +41,6 @@ pub(super) struct ReceivedChunk<'a> {
     /// The range of these words among all words that the rank sends.
     pub(super) range: Range<usize>,
     pub(super) words: &'a [u64],
-}
-
-/// The outcome of a finished round: another round, or the results.
-pub(super) enum RoundOutcome {
-    Round(Box<dyn MpiRound>),
-    Results(Vec<Tensor>),
 }
 
 /// The part of a run that is in a chunk.
@@ -120,9 +114,8 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
-    use crate::reduce::Reduction;
 
-    /// Runs all rounds in chunks of `chunk_words` words, and returns the results of each rank.
+    /// Runs the rounds of all ranks in chunks of `chunk_words` words, and returns the results of each rank.
     fn run_rounds(mut rounds: Vec<Box<dyn MpiRound>>, chunk_words: usize) -> Vec<Vec<Tensor>> {
         let n_ranks = rounds.len();
         for rank in 0..n_ranks {
@@ -150,15 +143,7 @@ mod tests {
                 rounds[rank].consume(&chunks).unwrap();
             }
         }
-        let mut results = Vec::new();
-        let mut next_rounds = Vec::new();
-        for round in rounds {
-            match round.finish().unwrap() {
-                RoundOutcome::Results(list) => results.push(list),
-                RoundOutcome::Round(next) => next_rounds.push(next),
-            }
-        }
-        if next_rounds.is_empty() { results } else { run_rounds(next_rounds, chunk_words) }
+        rounds.into_iter().map(|round| round.finish().unwrap()).collect()
     }
 
     #[test]
@@ -189,9 +174,7 @@ mod tests {
                 .into();
         let round = |rank: usize| -> Box<dyn MpiRound> {
             let list = list(u32::try_from(rank).unwrap());
-            Box::new(
-                ReduceRound::for_runs(&list, rank, Arc::clone(&by_rank), Reduction::Sum).unwrap(),
-            )
+            Box::new(SumRound::new(&list, rank, Arc::clone(&by_rank)).unwrap())
         };
         let numbers = |x: &Tensor| x.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
         for chunk_words in 1..6 {
@@ -207,21 +190,9 @@ mod tests {
     }
 
     #[test]
-    fn reduction_for_all_reaches_every_rank() {
-        let mut rounds: Vec<Box<dyn MpiRound>> = Vec::new();
-        for rank in 0..4 {
-            let x = Tensor::full(u32::try_from(rank).unwrap(), (3, 3), &Device::Cpu).unwrap();
-            rounds.push(Box::new(ReduceRound::for_all(&[x], rank, 4, Reduction::Max).unwrap()));
-        }
-        for results in run_rounds(rounds, 1) {
-            assert_eq!(results[0].to_vec2::<u32>().unwrap(), [[3; 3]; 3]);
-        }
-    }
-
-    #[test]
     fn unsupported_dtype_is_rejected_before_sending() {
         let x = Tensor::zeros(3, DType::F8E4M3, &Device::Cpu).unwrap();
-        let round = ReduceRound::for_all(&[x], 0, 2, Reduction::Sum).map(drop);
+        let round = SumRound::new(&[x], 0, [Vec::new(), Vec::new()].into()).map(drop);
         let text = round.unwrap_err().to_string();
         assert!(text.starts_with("tensors of type f8e4m3 cannot be reduced"), "{text}");
     }
