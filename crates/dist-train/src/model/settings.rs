@@ -89,10 +89,10 @@ pub(crate) fn model_settings(
 pub(crate) fn check_values(
     mesh: &DeviceMesh,
     inventory: &Inventory,
-    fingerprints: Vec<Vec<u64>>,
+    fingerprints: &[Vec<u64>],
     periods: &[Option<usize>],
 ) -> Result<()> {
-    let by_slot = mesh.gather_number_lists(fingerprints)?;
+    let by_slot = mesh.gather_numbers(fingerprints)?;
     for (param, &period) in periods.iter().enumerate() {
         let Some(period) = period else { continue };
         let different =

@@ -35,7 +35,7 @@ pub struct Run {
 /// let first = vec![Run { tensor: 0, items: 0..4 }];
 /// let second = vec![Run { tensor: 0, items: 4..6 }, Run { tensor: 1, items: 0..2 }];
 /// let layout = RunLayout::new("head", tensors, [first.clone(), second])?;
-/// assert_eq!((layout.ranks(), layout.runs(0)), (2, &first[..]));
+/// assert_eq!((layout.name(), layout.runs(0)), ("head", &first[..]));
 ///
 /// // The bias has no owner.
 /// assert!(RunLayout::new("head", [(vec![2], DType::F32)], [vec![], vec![]]).is_err());
@@ -93,12 +93,12 @@ impl RunLayout {
     }
 
     /// Returns the number of ranks, including ranks that own nothing.
-    pub fn ranks(&self) -> usize {
+    pub(crate) fn ranks(&self) -> usize {
         self.0.by_rank.len()
     }
 
     /// Returns the shapes and dtypes of the tensors.
-    pub fn tensors(&self) -> &[(Shape, DType)] {
+    pub(crate) fn tensors(&self) -> &[(Shape, DType)] {
         &self.0.tensors
     }
 

@@ -63,30 +63,21 @@ impl DeviceMesh {
         Ok(slot.map(|slot| (slot, numbers[slot][0])))
     }
 
-    /// Returns the numbers of all slots, given the numbers of this process's slots.
+    /// Returns the numbers of all slots, given the numbers of this process's slots: an array for each
+    /// slot, or lists that may differ in length.
     ///
     /// # Errors
     ///
     /// The errors of [`process_allgather`](Self::process_allgather), and [`ProcessError::Exchange`] if
-    /// another process passes a different number of values.
-    pub fn gather_numbers<const N: usize>(&self, local: &[[u64; N]]) -> Result<Vec<[u64; N]>> {
-        let lists = local.iter().map(|numbers| numbers.to_vec()).collect();
-        self.gather_number_lists(lists)?.into_iter().map(to_array).collect()
-    }
-
-    /// Returns the lists of all slots, given the lists of this process's slots. Lists may differ in
-    /// length.
-    ///
-    /// # Errors
-    ///
-    /// The errors of [`process_allgather`](Self::process_allgather).
-    pub fn gather_number_lists(&self, local: Vec<Vec<u64>>) -> Result<Vec<Vec<u64>>> {
-        let lists: candle_core::Result<_> = local.into_iter().map(encode_numbers).collect();
+    /// another process passes an array of a different size.
+    pub fn gather_numbers<T>(&self, local: &[T]) -> Result<Vec<T>>
+    where
+        T: AsRef<[u64]> + TryFrom<Vec<u64>>,
+    {
+        let lists: candle_core::Result<_> =
+            local.iter().map(|numbers| encode_numbers(numbers.as_ref())).collect();
         let all = self.process_allgather(lists.map_err(exchange_error)?)?;
-        all.iter()
-            .map(|list| decode_numbers(list))
-            .collect::<Result<_, _>>()
-            .map_err(exchange_error)
+        all.iter().map(|list| decode_numbers(list).map_err(exchange_error)).collect()
     }
 
     /// Returns the texts of all slots, given the texts of this process, which are sent for its
@@ -110,22 +101,19 @@ fn exchange_error(cause: candle_core::Error) -> Error {
 }
 
 /// Encodes `u64` numbers, a type that tensors lack, as `i64` with the same bits.
-fn encode_numbers(numbers: Vec<u64>) -> candle_core::Result<Vec<Tensor>> {
-    let signed: Vec<i64> = numbers.into_iter().map(u64::cast_signed).collect();
+fn encode_numbers(numbers: &[u64]) -> candle_core::Result<Vec<Tensor>> {
+    let signed: Vec<i64> = numbers.iter().map(|number| number.cast_signed()).collect();
     Ok(vec![Tensor::new(signed, &Device::Cpu)?])
 }
 
-fn decode_numbers(list: &[Tensor]) -> candle_core::Result<Vec<u64>> {
+fn decode_numbers<T: TryFrom<Vec<u64>>>(list: &[Tensor]) -> candle_core::Result<T> {
     let signed: candle_core::Result<Vec<_>> = list.iter().map(Tensor::to_vec1::<i64>).collect();
-    Ok(signed?.into_iter().flatten().map(i64::cast_unsigned).collect())
-}
-
-fn to_array<const N: usize>(numbers: Vec<u64>) -> Result<[u64; N]> {
-    <[u64; N]>::try_from(numbers).map_err(|other| {
-        exchange_error(candle_core::Error::msg(format!(
-            "received {} numbers, expected {N}",
-            other.len()
-        )))
+    let numbers: Vec<u64> = signed?.into_iter().flatten().map(i64::cast_unsigned).collect();
+    let len = numbers.len();
+    T::try_from(numbers).map_err(|_| {
+        candle_core::Error::msg(format!(
+            "received {len} numbers, which is not the size of an array"
+        ))
     })
 }
 
@@ -148,11 +136,9 @@ mod tests {
         let mesh = DeviceMesh::cpu(4).unwrap();
         assert_eq!(mesh.gather_numbers(&numbers).unwrap(), numbers);
         let lists = vec![vec![], vec![u64::MAX], vec![1, 2], vec![3]];
-        assert_eq!(mesh.gather_number_lists(lists.clone()).unwrap(), lists);
-        assert!(matches!(
-            to_array::<2>(vec![1]),
-            Err(Error::Process(ProcessError::Exchange { .. }))
-        ));
+        assert_eq!(mesh.gather_numbers(&lists).unwrap(), lists);
+        let one = encode_numbers(&[1]).unwrap();
+        assert!(decode_numbers::<[u64; 2]>(&one).is_err());
     }
 
     #[test]

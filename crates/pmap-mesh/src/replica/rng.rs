@@ -1,7 +1,7 @@
 //! Random numbers that depend only on seed, step and replica, and random numbers for the rows of a
 //! full batch.
 
-use candle_core::{DType, Device, Result, Shape, Tensor, bail};
+use candle_core::{Device, Result, Shape, Tensor, bail};
 use core_types::Seed;
 
 use crate::spec::cut::RealRows;
@@ -21,7 +21,7 @@ use crate::spec::cut::RealRows;
 /// use pmap_mesh::DeviceMesh;
 ///
 /// let dropout = DeviceMesh::cpu(2)?.pmap(|ctx, x: Tensor| {
-///     let keep = ctx.rng().bernoulli(0.9, x.shape())?.to_dtype(x.dtype())?;
+///     let keep = ctx.rng().uniform(x.shape())?.lt(0.9)?.to_dtype(x.dtype())?;
 ///     (x * keep)? / 0.9
 /// });
 /// let x = Tensor::ones((4, 8), DType::F32, &Device::Cpu)?;
@@ -43,6 +43,8 @@ impl ReplicaRng {
     }
 
     /// Returns numbers uniform in [0, 1), of 24 bits, as an f32 tensor.
+    ///
+    /// For dropout that is the same on any number of devices, use [`BatchKeys`].
     ///
     /// # Errors
     ///
@@ -69,17 +71,6 @@ impl ReplicaRng {
             })
             .collect();
         Tensor::from_vec(values, shape, &Device::Cpu)?.to_device(&self.device)
-    }
-
-    /// Returns ones with probability `p` and zeros otherwise, as a u8 tensor: a mask for dropout.
-    ///
-    /// For dropout that is the same on any number of devices, use [`BatchKeys`].
-    ///
-    /// # Errors
-    ///
-    /// The errors of creating a tensor on the device.
-    pub fn bernoulli(&mut self, p: f32, shape: impl Into<Shape>) -> Result<Tensor> {
-        self.uniform(shape)?.lt(f64::from(p))?.to_dtype(DType::U8)
     }
 
     fn next_seed(&mut self) -> Seed {

@@ -56,7 +56,7 @@ pub(super) fn check(
 ) -> Result<()> {
     // Every slot has every variable.
     let periods = vec![Some(1); inventory.parameters.len()];
-    settings::check_values(mesh, inventory, fingerprints, &periods)
+    settings::check_values(mesh, inventory, &fingerprints, &periods)
 }
 
 /// Returns fingerprints of the bits of each slot's variables; shared variables are read once.

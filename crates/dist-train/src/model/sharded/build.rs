@@ -219,8 +219,9 @@ pub(crate) fn check_replicas_equal(mesh: &DeviceMesh, model: &Model) -> Result<(
         }
         Ok(fingerprints.iter().map(Fingerprint::finish).collect())
     };
-    let fingerprints = mesh.all_ok(mesh.local_slots().map(slot_fingerprints).collect())?;
-    settings::check_values(mesh, inventory, fingerprints, &periods)
+    let fingerprints: Vec<Vec<u64>> =
+        mesh.all_ok(mesh.local_slots().map(slot_fingerprints).collect())?;
+    settings::check_values(mesh, inventory, &fingerprints, &periods)
 }
 
 fn unit_names(units: &[(String, Vec<Member>)]) -> Vec<&str> {
