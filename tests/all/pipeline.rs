@@ -129,13 +129,14 @@ fn loss_curve(devices: usize) -> Vec<f64> {
     let shared = weight.clone();
     let step = DeviceMesh::cpu(devices)
         .unwrap()
-        .pmap(move |_, (x, y): (Tensor, Tensor)| {
+        .pmap(move |ctx, (x, y): (Tensor, Tensor)| {
             let loss = (x.matmul(&shared)? - y)?.sqr()?.sum_all()?;
             let gradient = loss.backward()?.get(&shared).cloned();
-            Ok((gradient.ok_or_else(|| candle_core::Error::msg("no gradient"))?, loss))
+            let gradient = gradient.ok_or_else(|| candle_core::Error::msg("no gradient"))?;
+            ctx.psum(&(gradient, loss.detach()), ALL)
         })
         .in_axes(P::shard(0, ALL))
-        .out_axes(P::sum(ALL));
+        .out_axes(P::replicate());
 
     let mut curve = Vec::new();
     for batch in batches.iter_order(&order) {

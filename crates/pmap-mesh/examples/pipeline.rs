@@ -86,13 +86,12 @@ fn loss_and_grads(
     let step = mesh
         .pmap(replica)
         .in_axes([of_stage.clone(), P::replicate(), P::replicate()])
-        // The last stage has the loss, the others 0.
-        .out_axes([P::sum("stage"), of_stage]);
+        .out_axes([P::replicate(), of_stage]);
     let (loss, grads) = step.call((weights.clone(), x.clone(), y.clone()))?;
     Ok((loss.to_scalar()?, grads))
 }
 
-/// Runs on each device: returns its share of the loss, and the gradient of its layer.
+/// Runs on each device: returns the loss, and the gradient of its layer.
 fn replica(
     ctx: &Replica,
     (weight, x, y): (Tensor, Tensor, Tensor),
@@ -102,7 +101,8 @@ fn replica(
     let grads = loss.backward()?;
     let grad =
         grads.get(&weight).ok_or_else(|| candle_core::Error::msg("the layer is not used"))?;
-    Ok((loss.detach(), grad.unsqueeze(0)?))
+    // The last stage has the loss, the others 0.
+    Ok((ctx.psum(&loss.detach(), "stage")?, grad.unsqueeze(0)?))
 }
 
 /// Returns the mean loss on the last stage, and 0 on the others; the graph is the same on all.

@@ -188,20 +188,6 @@ mod tests {
     }
 
     #[test]
-    fn groups_list_all_slots_in_order() {
-        let grid = grid(&[2, 3, 2]);
-        for set in 0..8 {
-            let groups = grid.groups(set);
-            for slot in 0..12 {
-                let GridPosition { group, rank } = groups.position(slot);
-                assert_eq!(groups.members(group)[rank], slot);
-                assert_eq!(groups.members(group).len(), grid.size(set));
-            }
-        }
-        assert_eq!(grid.coordinates(11), [1, 2, 1]);
-    }
-
-    #[test]
     fn unknown_and_duplicate_names_are_rejected() {
         let error = grid(&[2, 2]).set(&["a0", "b"].into()).unwrap_err();
         let MeshError::UnknownAxis { name, known } = error else { panic!("{error}") };

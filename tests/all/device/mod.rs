@@ -93,12 +93,11 @@ fn shard_gradients_sum_on_first_device() {
         let gradient = mesh
             .pmap(move |replica, x: Tensor| {
                 let loss = x.matmul(&moved(shared.as_tensor(), replica.device())?)?.sum_all()?;
-                loss.backward()?
-                    .get(&shared)
-                    .cloned()
-                    .ok_or_else(|| candle_core::Error::msg("no gradient"))
+                let gradient = loss.backward()?.get(&shared).cloned();
+                let gradient = gradient.ok_or_else(|| candle_core::Error::msg("no gradient"))?;
+                replica.psum(&gradient, ALL)
             })
-            .out_axes(P::sum(ALL));
+            .out_axes(P::replicate());
         let column_sums = rows(&gradient.call(iota((4, 3))).unwrap());
         assert_eq!(column_sums, [[18.0, 18.0], [22.0, 22.0], [26.0, 26.0]]);
     }

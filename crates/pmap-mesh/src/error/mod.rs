@@ -41,8 +41,8 @@ pub enum Error {
     #[error(transparent)]
     Mesh(#[from] MeshError),
     /// Specs do not fit the tensors. Lists the messages of all faults: a wrong number of specs, an
-    /// axis that the mesh lacks or that is named twice, a sum of an argument, a dimension that is out
-    /// of range or that does not split over the devices, or a mean of integers.
+    /// axis that the mesh lacks or that is named twice, an argument that is neither sharded nor
+    /// replicated, or a dimension that is out of range or that does not split over the devices.
     #[error("{}", .0.join("; "))]
     Specs(Vec<String>),
     /// An argument cannot be cut, or the results of the replicas cannot be joined.
@@ -493,14 +493,5 @@ mod tests {
         let error = Error::from(MeshError::Worker { slot: 3, cause });
         assert_eq!(error.to_string(), "the worker of slot 3 cannot be started: no more threads");
         assert!(error.source().is_none());
-    }
-
-    #[test]
-    fn value_causes_appear_once() {
-        let gather = Error::gather(1)(CandleError::Msg("shapes differ".into()));
-        assert_eq!(gather.to_string(), "output 1 cannot be gathered: shapes differ");
-        let shard = Error::shard(0)(CandleError::Msg("no memory".into()));
-        assert_eq!(shard.to_string(), "input 0 cannot be sharded: no memory");
-        assert!(gather.source().is_none() && shard.source().is_none());
     }
 }

@@ -86,7 +86,7 @@ impl DeviceMesh {
     /// let square = mesh.pmap(|_, x: Tensor| x.sqr());
     /// assert_eq!(square.call(x.clone())?.to_vec1::<f32>()?, [0., 1., 4., 9., 16., 25., 36., 49.]);
     ///
-    /// let total = mesh.pmap(|_, x: Tensor| x.sum_all()).out_axes(P::sum(ALL));
+    /// let total = mesh.pmap(|ctx, x: Tensor| ctx.psum(&x.sum_all()?, ALL)).out_axes(P::replicate());
     /// assert_eq!(total.call(x)?.to_scalar::<f32>()?, 28.);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
@@ -208,8 +208,8 @@ where
     /// use pmap_mesh::{ALL, DeviceMesh, P, Uneven};
     ///
     /// let mean = DeviceMesh::cpu(2)?
-    ///     .pmap(|ctx, x: Tensor| x.mean_all()? * ctx.weight())
-    ///     .out_axes(P::mean(ALL))
+    ///     .pmap(|ctx, x: Tensor| ctx.pmean(&(x.mean_all()? * ctx.weight())?, ALL))
+    ///     .out_axes(P::replicate())
     ///     .uneven(Uneven::Balanced);
     /// let x = Tensor::new(&[1_f32, 2., 3., 4., 5.], &Device::Cpu)?;
     /// assert_eq!(mean.call(x)?.to_scalar::<f32>()?, 3.);

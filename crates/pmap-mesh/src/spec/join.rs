@@ -1,6 +1,6 @@
 //! The join of the replicas' results into one tensor for each output.
 
-use candle_core::{Device, Tensor, bail};
+use candle_core::{Device, Tensor};
 use core_types::Fingerprint;
 
 use crate::{
@@ -11,7 +11,7 @@ use crate::{
         fault::{Side, SpecFault},
     },
     grid::{Groups, Topology},
-    reduce::{self, Reduction},
+    reduce,
     spec::{self, ResolvedSpec, Treatment, cut::ArgumentCuts},
 };
 
@@ -211,28 +211,8 @@ fn combine(index: usize, parts: &[Tensor], treatment: Treatment) -> Result<Tenso
             let out_of_range = || SpecFault::out_of_range(Side::Out, index, dim, first.dims());
             Tensor::stack(parts, spec::normalize(dim, first.rank() + 1).ok_or_else(out_of_range)?)
         }
-        Treatment::Sum => reduce_parts(parts, Reduction::Sum),
-        Treatment::Mean if !first.dtype().is_float() => {
-            let dtype = first.dtype().as_str();
-            return Err(SpecFault(format!(
-                "output {index} of type {dtype} has no mean, only floats have; sum it"
-            ))
-            .into());
-        }
-        Treatment::Mean => reduce_parts(parts, Reduction::Mean),
     };
     combined.map_err(Error::gather(index))
-}
-
-/// Reduces parts in the order of the mesh, with the kernel of the collectives: `P::sum` returns the
-/// same bits as `psum`.
-fn reduce_parts(parts: &[Tensor], reduction: Reduction) -> candle_core::Result<Tensor> {
-    let first = &parts[0];
-    if let Some(other) = parts.iter().find(|part| part.shape() != first.shape()) {
-        bail!("cannot add shapes {:?} and {:?}", first.dims(), other.dims());
-    }
-    let on_host = parts.iter().map(to_host).collect::<candle_core::Result<Vec<_>>>()?;
-    to_device(&reduce::reduce_tensors(&on_host, reduction)?, first.device())
 }
 
 /// Returns true if two tensors, on any devices, have the same dtype, shape and bits.

@@ -18,13 +18,13 @@ use crate::{
     spec::tree::TensorTree,
 };
 
-/// The treatment of one tensor along the axes of a mesh; JAX's `PartitionSpec`, extended by
-/// reductions for `out_axes`.
+/// The treatment of one tensor along the axes of a mesh; JAX's `PartitionSpec`.
 ///
 /// A spec may name each axis of the mesh once. Along an axis that is not named, a tensor is
 /// replicated: every device gets the full input. A replicated output must be the same on all
 /// devices, and the first device's output is returned. (The outputs are compared, unless
-/// [`PMap::trust_replicated`](crate::PMap::trust_replicated) is set.)
+/// [`PMap::trust_replicated`](crate::PMap::trust_replicated) is set.) To sum an output over the
+/// devices, return its [`psum`](crate::Replica::psum).
 ///
 /// `Some(dim)` is short for `P::shard(dim, ALL)` and `None` for [`P::replicate`], so that JAX's
 /// `in_axes=(0, None)` is `.in_axes([Some(0), None])`.
@@ -35,9 +35,8 @@ use crate::{
 /// use pmap_mesh::{ALL, P};
 ///
 /// let rows_here_columns_there = P::shard(0, "data").and(P::shard(-1, "model"));
-/// let loss = P::mean(ALL);
 /// assert_eq!(P::from(Some(0)), P::shard(0, ALL));
-/// # let _ = (rows_here_columns_there, loss);
+/// # let _ = rows_here_columns_there;
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[doc(alias = "PartitionSpec")]
@@ -50,10 +49,6 @@ pub(crate) enum Treatment {
     Shard(isize),
     /// Outputs are concatenated in this dimension, including padding.
     Concat(isize),
-    /// Outputs are summed.
-    Sum,
-    /// Outputs are averaged.
-    Mean,
     /// Outputs are stacked in this new dimension.
     Stack(isize),
 }
@@ -96,17 +91,6 @@ impl P {
     /// ```
     pub fn concat(dim: isize, axes: impl Into<MeshAxes>) -> Self {
         Self(vec![(axes.into(), Treatment::Concat(dim))])
-    }
-
-    /// Returns the spec of an output that is summed over the devices along `axes`, in the order of
-    /// the mesh.
-    pub fn sum(axes: impl Into<MeshAxes>) -> Self {
-        Self(vec![(axes.into(), Treatment::Sum)])
-    }
-
-    /// Returns the spec of a floating-point output that is averaged over the devices along `axes`.
-    pub fn mean(axes: impl Into<MeshAxes>) -> Self {
-        Self(vec![(axes.into(), Treatment::Mean)])
     }
 
     /// Returns the spec of an output that is stacked in a new dimension `dim`, with one entry for

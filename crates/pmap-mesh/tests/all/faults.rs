@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, Var, bail};
+use candle_core::{DType, Device, Result, Tensor, Var, bail};
 use pmap_mesh::{ALL, CollectiveError, DeviceMesh, Error, MeshError, Replica, ReplicaError};
 
 /// The number of runs of each fault, since replicas arrive in a different order each time.
@@ -21,34 +21,13 @@ const ROUNDS: usize = 20;
 #[test]
 fn mismatch_names_both_calls_and_lines() {
     type Call = fn(&Replica, &Tensor) -> Result<Tensor>;
-    let cases: [(Call, Call, [&str; 2]); 13] = [
-        (|ctx, x| ctx.psum(x, ALL), |ctx, x| ctx.pmax(x, ALL), ["psum", "pmax"]),
-        (|ctx, x| ctx.psum(x, ALL), |ctx, _| ctx.barrier(ALL).and(ones(2)), ["psum", "barrier"]),
-        (
-            |ctx, x| ctx.all_gather(x, 0, ALL),
-            |ctx, x| ctx.psum_scatter(x, 0, ALL),
-            ["all_gather", "psum_scatter"],
-        ),
+    // Random scenarios have the other ways in which calls differ.
+    let cases: [(Call, Call, [&str; 2]); 3] = [
         (|ctx, x| ctx.psum(x, ALL), |ctx, x| ctx.psum(&x.narrow(1, 0, 1)?, ALL), ["psum"; 2]),
-        (|ctx, x| ctx.psum(x, ALL), |ctx, _| ctx.psum(&ones(20_000)?, ALL), ["psum"; 2]),
-        (|ctx, x| ctx.pmean(x, ALL), |ctx, x| ctx.pmean(&x.flatten_all()?, ALL), ["pmean"; 2]),
-        (|ctx, x| ctx.psum(x, ALL), |ctx, x| ctx.psum(&x.to_dtype(DType::F64)?, ALL), ["psum"; 2]),
-        (|ctx, x| ctx.broadcast(x, 0, ALL), |ctx, x| ctx.broadcast(x, 1, ALL), ["broadcast"; 2]),
-        (
-            |ctx, x| ctx.ppermute(x, &[(0, 1)], ALL),
-            |ctx, x| ctx.ppermute(x, &[(1, 0)], ALL),
-            ["ppermute"; 2],
-        ),
-        (|ctx, x| ctx.all_gather(x, 0, ALL), |ctx, x| ctx.all_gather(x, 1, ALL), ["all_gather"; 2]),
         (
             |ctx, x| ctx.all_gather(x, 0, ALL),
             |ctx, x| ctx.all_gather(&x.narrow(1, 0, 1)?, 0, ALL),
             ["all_gather"; 2],
-        ),
-        (
-            |ctx, x| ctx.all_to_all(x, 0, 1, ALL),
-            |ctx, x| ctx.all_to_all(x, 1, 0, ALL),
-            ["all_to_all"; 2],
         ),
         (|ctx, x| ctx.psum(x, ALL), psum_through_pvary, ["psum", "pvary"]),
     ];
@@ -206,28 +185,6 @@ fn lowest_failing_slot_is_reported() {
 }
 
 #[test]
-fn failures_in_backward_release_peers() {
-    let mesh = DeviceMesh::cpu(3).unwrap();
-    for panics in [false, true] {
-        let error = failure(&mesh, move |ctx| {
-            let x = Var::ones(2, DType::F32, ctx.device())?;
-            let y = ctx.pvary(&x, ALL)?;
-            let y = if ctx.slot() == 1 { y.apply_op1(Broken { panics })? } else { y };
-            y.sum_all()?.backward().map(drop)
-        });
-        match error {
-            Error::Replica(ReplicaError::Panicked { slot: 1, message, .. }) if panics => {
-                assert_eq!(message, "broken");
-            }
-            Error::Replica(ReplicaError::Failed { slot: 1, cause, .. }) if !panics => {
-                assert!(cause.to_string().contains("broken"));
-            }
-            other => panic!("{other}"),
-        }
-    }
-}
-
-#[test]
 fn missing_gradient_releases_peers() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let error = failure(&mesh, |ctx| {
@@ -239,26 +196,6 @@ fn missing_gradient_releases_peers() {
     assert!(
         matches!(&error, Error::Replica(ReplicaError::Failed { slot: 1, cause, .. }) if cause.to_string().contains("pmax has no gradient"))
     );
-}
-
-/// The identity, with a failing backward.
-struct Broken {
-    panics: bool,
-}
-
-impl CustomOp1 for Broken {
-    fn name(&self) -> &'static str {
-        "broken"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok((storage.clone(), layout.shape().clone()))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
-        assert!(!self.panics, "broken");
-        bail!("broken")
-    }
 }
 
 #[test]
@@ -486,51 +423,6 @@ fn concurrent_calls_do_not_mix() {
                 });
             }
         });
-    });
-}
-
-#[test]
-fn concurrent_failures_do_not_mix() {
-    with_time_limit(|| {
-        let mesh = DeviceMesh::cpu(2).unwrap();
-        thread::scope(|scope| {
-            for caller in 0..4 {
-                let mesh = &mesh;
-                scope.spawn(move || {
-                    for _ in 0..50 {
-                        if caller % 2 == 0 {
-                            assert_works(mesh);
-                            continue;
-                        }
-                        let call = mesh.pmap(|ctx, _: Tensor| match ctx.slot() {
-                            0 => ctx.psum(&ones(2)?, ALL).map(drop),
-                            _ => bail!("no data"),
-                        });
-                        assert!(matches!(
-                            call.call(inputs(2)),
-                            Err(Error::Replica(ReplicaError::Failed { slot: 1, .. }))
-                        ));
-                    }
-                });
-            }
-        });
-    });
-}
-
-#[test]
-fn more_replicas_than_cores_make_progress() {
-    const SLOTS: u32 = 16;
-    with_time_limit(|| {
-        let mesh = DeviceMesh::cpu(SLOTS as usize).unwrap();
-        let many = mesh.pmap(|ctx, _: Tensor| {
-            let index = Tensor::new(ctx.slot() as f64, ctx.device())?;
-            for round in 0..300 {
-                let sum: f64 = ctx.psum(&(&index * f64::from(round))?, ALL)?.to_scalar()?;
-                assert_eq!(sum.to_bits(), f64::from(SLOTS * (SLOTS - 1) / 2 * round).to_bits());
-            }
-            Ok(())
-        });
-        many.call(inputs(SLOTS as usize)).unwrap();
     });
 }
 

@@ -66,8 +66,8 @@ fn programs_match_the_reference() {
         coverage.assert_each(30, layouts.iter().map(String::as_str));
         coverage.assert_each(30, ["1 axes", "2 axes", "3 axes", "1 slots", "5 slots", "6 slots"]);
         coverage.assert_each(30, ["Call", "CallInto", "Resident", "Refuse", "Pad", "Balanced"]);
-        coverage.assert_each(20, ["Shard", "Concat", "Stack", "Sum", "Mean"]);
-        coverage.assert_each(1, ["Gather(0)", "NotReplicated(0)", "Specs([(0, MeanOfIntegers)])"]);
+        coverage.assert_each(20, ["Shard", "Concat", "Stack"]);
+        coverage.assert_each(1, ["Gather(0)", "NotReplicated(0)"]);
         coverage.assert_each(30, ["Blocking", "Start Gather", "Start Reduce"]);
         coverage.assert_each(10, ["large Gather", "large Reduce", "Wait 1", "Wait 2", "Wait 3"]);
         let faults = [

@@ -69,7 +69,7 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
             drop(run.in_axes(None).call(nothing()));
         }
         "replicated" => replicated(engine, ranks),
-        "trees" => trees(engine),
+        "trees" => trees(engine, ranks),
         "runs" => runs_of_any_number(engine),
         "underway" => grids(ranks).iter().for_each(|axes| underway(engine, axes)),
         "too many" => {
@@ -260,32 +260,23 @@ fn moves(ctx: &Replica, set: &MeshAxes, dtype: DType, fewest: usize) -> Result<V
     Ok(all)
 }
 
-/// Compares the reduction of a tree with reductions of its tensors, of several dtypes and sizes,
-/// and of an empty tree.
-fn trees(engine: &impl Engine) {
-    type Tree = (Vec<Tensor>, Option<Tensor>);
-    let run = mesh(engine, &[], None).pmap(|ctx, _: Tensor| {
-        let tensor = |n: usize, dtype| {
-            let items = Tensor::arange(0_f32, (n * n) as f32, ctx.device())?;
-            items.affine(0.3, ctx.slot() as f64)?.sin()?.reshape((n, n))?.to_dtype(dtype)
-        };
+/// Compares reductions of a tree, of several dtypes and sizes, and of an empty tree.
+fn trees(engine: &impl Engine, ranks: usize) {
+    let axes = [("a", ranks)];
+    let (tested, threads) = (mesh(engine, &axes, None), threads(&axes, &engine.device()));
+    compare(&tested, &threads, |ctx| {
+        let tensor = |n: usize, dtype| input(ctx, &[n, n], dtype);
         let list = vec![tensor(3, DType::F32)?, tensor(0, DType::F32)?, tensor(90, DType::BF16)?];
-        let tree: Tree = (list, Some(tensor(2, DType::F64)?));
-        let each = |reduced: fn(&Replica, &Tensor) -> Result<Tensor>| {
-            tree.try_map(&mut |x| reduced(ctx, x))
-        };
-        let pairs = [
-            (ctx.psum(&tree, ALL)?, each(|ctx, x| ctx.psum(x, ALL))?),
-            (ctx.pmean(&tree, ALL)?, each(|ctx, x| ctx.pmean(x, ALL))?),
-            (ctx.pmax(&tree, ALL)?, each(|ctx, x| ctx.pmax(x, ALL))?),
-            (ctx.pmin(&tree, ALL)?, each(|ctx, x| ctx.pmin(x, ALL))?),
+        let tree = (list, Some(tensor(2, DType::F64)?));
+        let reduced = [
+            ctx.psum(&tree, ALL)?,
+            ctx.pmean(&tree, ALL)?,
+            ctx.pmax(&tree, ALL)?,
+            ctx.pmin(&tree, ALL)?,
         ];
-        for (found, expected) in pairs {
-            assert_same(&leaves(&found), &leaves(&expected));
-        }
-        ctx.psum(&(), ALL)
+        ctx.psum(&(), ALL)?;
+        Ok(reduced.iter().flat_map(leaves).collect::<Vec<_>>())
     });
-    run.in_axes(None).call(nothing()).unwrap();
 }
 
 /// Gathers more runs than there may be messages at a time.
@@ -393,7 +384,8 @@ fn calls(engine: &impl Engine, ranks: usize) {
         .unwrap();
     let call = |mesh: &DeviceMesh, x: &Tensor| {
         let f = mesh.pmap(|ctx, x: Tensor| Ok((x.sqr()?, ctx.psum(&x, ALL)?, x.sum_all()?)));
-        let f = f.out_axes([P::shard(0, ALL), P::replicate(), P::sum(ALL)]).uneven(Uneven::Pad);
+        let f =
+            f.out_axes([P::shard(0, ALL), P::replicate(), P::stack(0, ALL)]).uneven(Uneven::Pad);
         leaves(&f.call(x.clone()).unwrap())
     };
     assert_same(&call(&tested, &x), &call(&threads, &x));
@@ -474,15 +466,13 @@ fn replicated(engine: &impl Engine, ranks: usize) {
     );
     let fewer = gathered([P::replicate()].into(), false, Vec::new(), vec![ones.clone()]);
     assert!(matches!(fewer, Err(Error::Value(ValueError::OutputCount { .. }))), "{fewer:?}");
-    let specs = if mesh.local_slots().contains(&last) { P::sum(ALL) } else { P::replicate() };
+    let specs = if mesh.local_slots().contains(&last) { P::shard(0, ALL) } else { P::replicate() };
     let other_axes = gathered(specs.into(), false, vec![ones.clone()], vec![ones.clone()]);
     assert!(
         matches!(other_axes, Err(Error::Value(ValueError::OutAxes { slot })) if slot == last),
         "{other_axes:?}"
     );
     // The mesh can be used again.
-    assert_same(
-        &gathered(P::sum(ALL).into(), false, vec![ones.clone()], vec![zeros]).unwrap(),
-        &[ones],
-    );
+    let same = gathered(replicated(), false, vec![ones.clone()], vec![ones.clone()]).unwrap();
+    assert_same(&same, &[ones]);
 }

@@ -15,8 +15,6 @@ pub(crate) enum Treatment {
     Shard(isize),
     Concat(isize),
     Stack(isize),
-    Sum,
-    Mean,
 }
 
 /// One random spec in this many has an axis that the mesh does not have.
@@ -28,17 +26,15 @@ pub(crate) fn random_for_argument(random: &mut Random, grid: &Grid, rank: usize)
         return Spec::new();
     }
     random_spec(random, grid, |random| {
-        if random.one_in(60) { Treatment::Sum } else { Treatment::Shard(dim(random, rank)) }
+        if random.one_in(60) { Treatment::Stack(0) } else { Treatment::Shard(dim(random, rank)) }
     })
 }
 
 /// Returns a spec for a result of `rank` dimensions.
 pub(crate) fn random_for_result(random: &mut Random, grid: &Grid, rank: usize) -> Spec {
-    random_spec(random, grid, |random| match random.less_than(8) {
-        0 => Treatment::Sum,
-        1 => Treatment::Mean,
-        2 => Treatment::Stack(dim(random, rank + 1)),
-        3 => Treatment::Concat(dim(random, rank)),
+    random_spec(random, grid, |random| match random.less_than(6) {
+        0 => Treatment::Stack(dim(random, rank + 1)),
+        1 => Treatment::Concat(dim(random, rank)),
         _ => Treatment::Shard(dim(random, rank)),
     })
 }
@@ -95,8 +91,6 @@ pub(crate) fn named(spec: &Spec, grid: &Grid) -> P {
             Treatment::Shard(dim) => P::shard(dim, axes),
             Treatment::Concat(dim) => P::concat(dim, axes),
             Treatment::Stack(dim) => P::stack(dim, axes),
-            Treatment::Sum => P::sum(axes),
-            Treatment::Mean => P::mean(axes),
         })
     })
 }
@@ -110,7 +104,6 @@ pub(crate) enum SpecFaultKind {
     DimOutOfRange,
     NotDivisible,
     CutAfterUneven,
-    MeanOfIntegers,
 }
 
 impl SpecFaultKind {
@@ -124,7 +117,6 @@ impl SpecFaultKind {
             ("does not split evenly", Self::NotDivisible),
             ("is too small for", Self::NotDivisible),
             ("is cut a second time", Self::CutAfterUneven),
-            ("has no mean", Self::MeanOfIntegers),
         ];
         let kind = kinds.into_iter().find(|(text, _)| fault.contains(text))?.1;
         let (_, named) = fault.split_once("put ")?;

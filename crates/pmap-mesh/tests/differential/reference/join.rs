@@ -2,10 +2,9 @@
 
 use crate::differential::{
     array::Array,
-    bits::FoldOp,
     grid::{Axes, Grid},
     op::dim_index,
-    reference::{ResultError, cut::ShardedArgument, has_sum},
+    reference::{ResultError, cut::ShardedArgument},
     spec::{Spec, SpecFaultKind, Treatment},
 };
 
@@ -74,10 +73,6 @@ impl ResultJoin<'_> {
     fn combined(&self, treatment: Treatment, parts: &[&Array]) -> Result<Array, ResultError> {
         let (first, index) = (parts[0], self.index);
         let rank = first.shape.len();
-        let folded = |fold: FoldOp| {
-            let fits = parts.iter().all(|part| part.agrees(first)) && has_sum(first.dtype);
-            fits.then(|| Array::folded(parts, fold))
-        };
         let combined = match treatment {
             Treatment::Shard(dim) | Treatment::Concat(dim) => {
                 Array::concatenated(parts, self.dim(dim, rank)?)
@@ -88,11 +83,6 @@ impl ResultJoin<'_> {
                     parts.iter().map(|part| (*part).clone().with_dim(dim)).collect();
                 Array::stacked(&parts, dim)
             }
-            Treatment::Sum => folded(FoldOp::Sum),
-            Treatment::Mean if !first.dtype.is_float() => {
-                return Err(ResultError::Specs(vec![(index, SpecFaultKind::MeanOfIntegers)]));
-            }
-            Treatment::Mean => folded(FoldOp::Mean),
         };
         combined.ok_or(ResultError::Gather(index))
     }
