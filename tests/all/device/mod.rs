@@ -7,9 +7,8 @@ mod training;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_distributed::{
     mesh::{ALL, DeviceMesh, P, Uneven},
-    train::{DataParallel, value_and_grad},
+    train::value_and_grad,
 };
-use candle_nn::{Linear, Module, Optimizer, SGD, linear};
 
 /// Returns a mesh of two slots for each kind of device and each way to open one. The slots are two
 /// devices, or one device twice if there is no second.
@@ -52,55 +51,6 @@ fn moved(x: &Tensor, device: &Device) -> candle_core::Result<Tensor> {
 
 fn rows(tensor: &Tensor) -> Vec<Vec<f32>> {
     tensor.to_vec2().unwrap()
-}
-
-#[test]
-fn shards_are_local_and_return_ordered() {
-    for mesh in meshes() {
-        for axis in [0, 1] {
-            let square = mesh.pmap(|replica, x: Tensor| {
-                assert!(x.device().same_device(replica.device()));
-                x.sqr()
-            });
-            let square = square.in_axes(P::shard(axis, ALL)).out_axes(P::shard(axis, ALL));
-            let x = iota((4, 6));
-            let result = square.call(x.clone()).unwrap();
-            assert!(result.device().same_device(&mesh.devices()[0]));
-            assert_eq!(rows(&result), rows(&x.sqr().unwrap()));
-        }
-    }
-}
-
-#[test]
-fn replicated_inputs_reach_every_device() {
-    for mesh in meshes() {
-        let matmul = mesh.pmap(|_, (x, w): (Tensor, Tensor)| x.matmul(&w));
-        let x = iota((4, 3));
-        let w = iota((3, 2));
-        assert_eq!(
-            rows(&matmul.call((x.clone(), w.clone())).unwrap()),
-            rows(&x.matmul(&w).unwrap())
-        );
-    }
-}
-
-#[test]
-fn shard_gradients_sum_on_first_device() {
-    for mesh in meshes() {
-        let weight =
-            Var::from_tensor(&iota((3, 2)).to_device(&mesh.devices()[0]).unwrap()).unwrap();
-        let shared = weight.clone();
-        let gradient = mesh
-            .pmap(move |replica, x: Tensor| {
-                let loss = x.matmul(&moved(shared.as_tensor(), replica.device())?)?.sum_all()?;
-                let gradient = loss.backward()?.get(&shared).cloned();
-                let gradient = gradient.ok_or_else(|| candle_core::Error::msg("no gradient"))?;
-                replica.psum(&gradient, ALL)
-            })
-            .out_axes(P::replicate());
-        let column_sums = rows(&gradient.call(iota((4, 3))).unwrap());
-        assert_eq!(column_sums, [[18.0, 18.0], [22.0, 22.0], [26.0, 26.0]]);
-    }
 }
 
 #[test]
@@ -167,33 +117,6 @@ fn padding_and_rng_match_the_cpu() {
 }
 
 #[test]
-fn data_parallel_step_equals_serial_step() {
-    for mesh in meshes() {
-        let home = &mesh.devices()[0];
-        let mut model = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
-            .build(|group| SGD::new(group.vars, 0.1))
-            .unwrap();
-        let weight = model.parameter("weight").unwrap();
-        let initial = Var::from_tensor(&weight.copy().unwrap()).unwrap();
-        let bias = model.parameter("bias").unwrap().copy().unwrap();
-
-        let x = (iota((4, 3)) / 12.0).unwrap();
-        let loss = |model: &Linear, x: &Tensor| model.forward(x)?.sqr()?.mean_all();
-        let serial_model = Linear::new(initial.as_tensor().clone(), Some(bias));
-        let serial = loss(&serial_model, &x.to_device(home).unwrap()).unwrap();
-        let gradient = serial.backward().unwrap().get(&initial).cloned().unwrap();
-
-        let parallel =
-            model.step(x.clone(), move |_, model: &Linear, x: Tensor| loss(model, &x)).unwrap();
-        model.check_in_sync().unwrap();
-        assert!((parallel.loss - f64::from(scalar(&serial))).abs() < 1e-5);
-        let expected = (initial.as_tensor() - (gradient * 0.1).unwrap()).unwrap();
-        let error = (expected - weight).unwrap().abs().unwrap().max_all().unwrap();
-        assert!(scalar(&error) < 1e-5);
-    }
-}
-
-#[test]
 fn value_and_grad_sums_over_devices() {
     for mesh in meshes() {
         let weight =
@@ -205,8 +128,4 @@ fn value_and_grad_sums_over_devices() {
         let (_, grads) = step.call(iota((4, 3))).unwrap();
         assert_eq!(rows(grads.get(&weight).unwrap()), [[2.25, 2.25], [2.75, 2.75], [3.25, 3.25]]);
     }
-}
-
-fn scalar(tensor: &Tensor) -> f32 {
-    tensor.to_scalar().unwrap()
 }

@@ -243,32 +243,6 @@ fn lone_slow_replicas_have_no_deadline() {
 }
 
 #[test]
-fn scoped_borrow_ends_with_the_call() {
-    let mesh = patient_mesh();
-    for round in 0..100 {
-        let mut sums = [0, 0].map(Mutex::new);
-        mesh.pmap_scoped(|ctx: &Replica, ()| {
-            *sums[ctx.slot()].lock().unwrap() += round;
-            ctx.barrier(ALL)
-        })
-        .call(())
-        .unwrap();
-        assert_eq!(sums.each_mut().map(|sum| *sum.get_mut().unwrap()), [round; 2]);
-    }
-}
-
-#[test]
-fn failed_scoped_call_leaves_mesh_usable() {
-    let mesh = patient_mesh();
-    let reason = String::from("not today");
-    let failed = mesh.pmap_scoped(|_, ()| -> Result<()> { bail!("{reason}") }).call(());
-    assert!(failed.unwrap_err().to_string().contains("not today"));
-    let panicked = mesh.pmap_scoped(|_, ()| -> Result<()> { panic!("{reason}") }).call(());
-    assert!(matches!(panicked, Err(Error::Replica(ReplicaError::Panicked { slot: 0, .. }))));
-    works_again(&mesh);
-}
-
-#[test]
 fn stuck_scoped_call_ends_the_process() {
     const CHILD: &str = "PMAP_MESH_TEST_STUCK";
     if env::var_os(CHILD).is_some() {
@@ -317,11 +291,6 @@ impl Gate {
 
 fn mesh() -> DeviceMesh {
     DeviceMesh::builder().axis("a", 2).deadline(DEADLINE).cpu().unwrap()
-}
-
-/// Returns a mesh with a deadline that passes on no machine, however busy.
-fn patient_mesh() -> DeviceMesh {
-    DeviceMesh::builder().axis("a", 2).deadline(Duration::from_mins(10)).cpu().unwrap()
 }
 
 /// Returns the error of a call with replica 1 blocked at a closed gate.

@@ -336,16 +336,6 @@ fn runs_match_threads() {
 }
 
 #[test]
-fn gradients_match_threads() {
-    check(&[("a", 2)], |ctx| {
-        let w = Var::from_tensor(&input(ctx, &[6, 4], DType::F32)?)?;
-        let all = ctx.all_gather(w.as_tensor(), 0, ALL)?;
-        let loss = (ctx.psum(&all.sqr()?, ALL)? * (ctx.slot() as f64 + 1.0))?.sum_all()?;
-        Ok(loss.backward()?.get(&w).cloned().into_iter().collect())
-    });
-}
-
-#[test]
 fn mismatch_names_both_calls() {
     let errors = run(&[("a", 3)], |ctx| {
         let x = Tensor::ones(ctx.slot().min(1) + 3, DType::F32, &Device::Cpu).unwrap();
