@@ -473,25 +473,4 @@ mod tests {
             "replica 2 on Cpu failed: a/b: reading a shard: no file"
         );
     }
-
-    #[test]
-    fn sources_are_listed() {
-        #[derive(Debug, thiserror::Error)]
-        #[error("outer")]
-        struct Outer(#[source] io::Error);
-        let inner = io::Error::other("inner");
-        assert_eq!(in_one_line(&Outer(inner)), "outer: inner");
-    }
-
-    #[test]
-    fn worker_error_names_slot_and_reason() {
-        let cause = rayon::ThreadPoolBuilder::new()
-            .num_threads(1)
-            .spawn_handler(|_| Err(io::Error::other("no more threads")))
-            .build()
-            .unwrap_err();
-        let error = Error::from(MeshError::Worker { slot: 3, cause });
-        assert_eq!(error.to_string(), "the worker of slot 3 cannot be started: no more threads");
-        assert!(error.source().is_none());
-    }
 }

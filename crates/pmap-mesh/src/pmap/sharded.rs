@@ -159,20 +159,6 @@ impl<T: TensorTree> Sharded<T> {
         if self.mesh.ptr_eq(mesh) { Ok(()) } else { Err(ValueError::MeshMismatch) }
     }
 
-    /// Combines two values into one argument, to pass stored values together with new ones.
-    ///
-    /// The combined value has the row counts of this value if it was cut, and otherwise those of
-    /// `other`: call `zip` on the parameters, with the batch as `other`.
-    ///
-    /// # Errors
-    ///
-    /// [`ValueError::MeshMismatch`] if the values are on different meshes.
-    pub fn zip<U: TensorTree>(self, other: Sharded<U>) -> Result<Sharded<(T, U)>> {
-        other.check_mesh(&self.mesh)?;
-        let shards = self.shards.into_iter().zip(other.shards).collect();
-        Ok(Sharded { mesh: self.mesh, shards, first_cut: self.first_cut.or(other.first_cut) })
-    }
-
     /// Joins the shards on the first device of the mesh. Over several processes, every process
     /// makes this call.
     ///

@@ -166,12 +166,7 @@ fn chunks(range: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reduce::{REDUCIBLE, equal_to_the_bit, reduce_tensors, shared_work::SharedWork};
-
-    fn values(n: usize, items: usize, dtype: DType) -> Tensor {
-        let values = (0..items).map(|i| ((i * 7919 + n * 104_729) % 251) as f32 * 0.5);
-        Tensor::from_iter(values, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
-    }
+    use crate::reduce::shared_work::SharedWork;
 
     fn run_alone(output: SharedOutput) -> Tensor {
         let work = SharedWork::new(vec![output], 3);
@@ -186,41 +181,6 @@ mod tests {
             assert_eq!((cut[0].start, cut[cut.len() - 1].end), (3, 3 + len));
             assert!(cut.windows(2).all(|pair| pair[0].end == pair[1].start));
             assert_eq!(cut.len(), len.div_ceil(7).max(1));
-        }
-    }
-
-    #[test]
-    fn partial_reduction_matches_full_reduction() {
-        for dtype in REDUCIBLE {
-            for (items, run) in
-                [(0, 0..0), (5, 2..4), (70_001, 1..70_001), (70_001, 69_000..69_000)]
-            {
-                let summands: Vec<Tensor> = (0..3).map(|n| values(n, items, dtype)).collect();
-                let whole = reduce_tensors(&summands, Reduction::Sum).unwrap();
-                let len = run.len();
-                let sum = run_alone(
-                    reduce_output(summands, run.clone(), len.into(), Reduction::Sum).unwrap(),
-                );
-                let expected = whole.narrow(0, run.start, len).unwrap().force_contiguous().unwrap();
-                assert!(equal_to_the_bit(&sum, &expected).unwrap(), "{dtype:?} {run:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn parts_of_every_dtype_are_concatenated() {
-        for dtype in REDUCIBLE {
-            let parts = [70_000, 0, 1, 20_000].map(|items| values(items, items, dtype)).to_vec();
-            let expected = Tensor::cat(&parts, 0)
-                .unwrap()
-                .reshape((3, 30_000 + 1))
-                .unwrap_or_else(|_| Tensor::cat(&parts, 0).unwrap());
-            let shape = expected.shape().clone();
-            let whole = run_alone(
-                concat_output(Concatenation { dtype, shape, parts, is_leaf: false }).unwrap(),
-            );
-            assert!(equal_to_the_bit(&whole, &expected).unwrap());
-            assert!(!whole.is_variable());
         }
     }
 

@@ -5,7 +5,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use pmap_mesh::{
     ALL, DeviceMesh, Error, Replica, ReplicaError,
-    support::{Run, RunLayout, Tally},
+    support::{Run, RunLayout},
 };
 use process_tests::{assert_same, lists, nothing};
 
@@ -115,37 +115,13 @@ fn list_shape_mismatch_is_an_error() {
 }
 
 #[test]
-fn empty_run_differs_from_adjacent_run() {
-    // Too large for every member to sum alone.
-    const SIZE: usize = 16_384;
-    let run = |items| Run { tensor: 0, items };
-    let runs = [vec![run(0..SIZE)], vec![run(SIZE..SIZE), run(0..0)]];
-    let layout = RunLayout::new("unit", [(vec![SIZE], DType::F32)], runs).unwrap();
-    everywhere(&[("a", 2)], move |ctx| {
-        let ones = Tensor::ones(SIZE, DType::F32, &Device::Cpu)?;
-        let sums = ctx.reduce_runs(vec![ones], &layout, ALL)?;
-        let sizes: Vec<usize> = sums.iter().map(Tensor::elem_count).collect();
-        assert_eq!(sizes, if ctx.slot() == 0 { vec![SIZE] } else { vec![0, 0] });
-        Ok(())
-    })
-    .unwrap();
-}
-
-#[test]
-fn tree_reduction_matches_its_tensors() {
-    let mesh = DeviceMesh::builder().axis("a", 2).pin(false).cpu().unwrap();
-    let run = mesh.pmap(|ctx, _: Tensor| {
+fn gradients_cross_a_sum_of_a_tree() {
+    let outcome = everywhere(&[("a", 2)], |ctx| {
         let x = Var::new(&[1_f32 + ctx.slot() as f32, 3.], &Device::Cpu)?;
         let y = Var::new(2_f64, &Device::Cpu)?;
-        let counts = Tensor::new(&[7_u32, ctx.slot() as u32], &Device::Cpu)?;
         let tree = (x.sqr()?, vec![(y.as_tensor() * 5.)?]);
-        let (sums, means) = (ctx.psum(&(tree.clone(), counts), ALL)?, ctx.pmean(&tree, ALL)?);
-        let ((x_sum, y_sum), counts) = sums;
-        assert_eq!(x_sum.to_vec1::<f32>()?, [5., 18.]);
-        assert_eq!((y_sum[0].to_scalar::<f64>()?, counts.to_vec1::<u32>()?), (20., vec![14, 1]));
-        assert_eq!(means.0.to_vec1::<f32>()?, [2.5, 9.]);
-
-        let loss = (x_sum.sum_all()?.to_dtype(DType::F64)? * y_sum[0].to_scalar::<f64>()?)?;
+        let (sums, means) = (ctx.psum(&tree, ALL)?, ctx.pmean(&tree, ALL)?);
+        let loss = (sums.0.sum_all()?.to_dtype(DType::F64)? * sums.1[0].to_scalar::<f64>()?)?;
         let grads = (loss + (&means.1[0] * 4.)?)?.backward()?;
         let of_x = grads.get(&x).map(Tensor::to_vec1::<f32>).transpose()?;
         assert_eq!(of_x, Some(vec![40. * (1. + ctx.slot() as f32), 120.]));
@@ -153,11 +129,7 @@ fn tree_reduction_matches_its_tensors() {
         assert_eq!(of_y, Some(10.));
         Ok(())
     });
-    run.in_axes(None).call(process_tests::nothing()).unwrap();
-    for traffic in mesh.traffic() {
-        let bytes = (2 * 4 + 8) + 2 * 4 + (2 * 4 + 8);
-        assert_eq!(traffic.all_reduce, Tally { calls: 2, bytes });
-    }
+    outcome.unwrap();
 }
 
 #[test]

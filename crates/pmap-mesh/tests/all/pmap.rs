@@ -236,41 +236,17 @@ fn one_spec_may_cover_an_argument() {
 }
 
 #[test]
-fn sharded_values_chain_without_gather() {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let scale =
-        mesh.pmap(|_, (w, x): (Tensor, Tensor)| x.broadcast_mul(&w)).in_axes([None, Some(0)]);
-    let w = mesh.shard(iota((1, 2)), P::replicate()).unwrap();
-    let mut x = mesh.shard(iota((4, 2)), Some(0)).unwrap();
-    for _ in 0..2 {
-        x = scale.run(w.clone().zip(x).unwrap()).unwrap();
-    }
-    assert_eq!(x.shards()[1].dims(), [2, 2]);
-    assert_eq!(rows(&x.gather(Some(0)).unwrap()), [[0.0, 1.0], [0.0, 3.0], [0.0, 5.0], [0.0, 7.0]]);
-    let elsewhere = DeviceMesh::cpu(2).unwrap().shard(iota((4, 2)), Some(0)).unwrap();
-    assert!(matches!(w.zip(elsewhere), Err(Error::Value(ValueError::MeshMismatch))));
-    // If two values are cut, the first one determines the valid rows.
-    let [first, second] = [8, 4].map(|len| mesh.shard(iota((len, 1)), Some(0)).unwrap());
-    let rows_of = mesh.pmap(|ctx, _: (Tensor, Tensor)| {
-        assert_eq!(ctx.valid_len(), Some(4));
-        Ok(())
-    });
-    rows_of.run(first.zip(second).unwrap()).unwrap();
+fn values_of_another_mesh_are_rejected() {
+    let [mesh, other] = [2, 2].map(|slots| DeviceMesh::cpu(slots).unwrap());
+    let elsewhere = other.shard(iota((4, 2)), Some(0)).unwrap();
+    let refused = mesh.pmap(|_, x: Tensor| Ok(x)).run(elsewhere);
+    assert!(matches!(refused, Err(Error::Value(ValueError::MeshMismatch))));
 }
 
 #[test]
-fn call_into_writes_kept_tensors() {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let f = mesh
-        .pmap(|ctx, x: Tensor| Ok((x.sqr()?, ctx.psum(&x, ALL)?)))
-        .out_axes([P::shard(1, ALL), P::replicate()]);
-    let f = f.in_axes(Some(1));
-    let kept = (iota((2, 4)), iota((2, 2)));
-    f.call_into(iota((2, 4)), &kept).unwrap();
-    assert_eq!(rows(&kept.0), rows(&iota((2, 4)).sqr().unwrap()));
-    assert_eq!(rows(&kept.1), [[2.0, 4.0], [10.0, 12.0]]);
-    let too_large = (iota((2, 6)), iota((2, 2)));
-    let error = f.call_into(iota((2, 4)), &too_large).unwrap_err();
+fn call_into_needs_tensors_of_the_joined_shape() {
+    let f = DeviceMesh::cpu(2).unwrap().pmap(|_, x: Tensor| x.sqr()).in_axes(Some(1));
+    let error = f.out_axes(Some(1)).call_into(iota((2, 4)), &iota((2, 6))).unwrap_err();
     assert_eq!(
         error.to_string(),
         "output 0 has size 4 in dimension 1, but the tensor passed for it has shape [2, 6]"

@@ -149,7 +149,9 @@ impl ListReduction {
         check_equal_lists(contributions)?;
         let mut outputs = BTreeMap::new();
         let mut reductions = Vec::new();
-        for rank in 0..contributions.len() {
+        // All ranks get the same tensors if they get every tensor.
+        let n_ranks = if self.runs_by_rank.is_some() { contributions.len() } else { 1 };
+        for rank in 0..n_ranks {
             for ReduceTarget { run, shape } in self.targets(rank, &contributions[0]) {
                 let n_outputs = reductions.len();
                 if *outputs.entry(output_key(&run)).or_insert(n_outputs) == n_outputs {
