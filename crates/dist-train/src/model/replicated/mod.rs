@@ -49,7 +49,7 @@ impl<M> Replicated<M> {
         };
         let vars: Vec<Vec<Var>> = slots.iter().map(slot_vars).collect();
         let vars_by_slot: Vec<&[Var]> = vars.iter().map(Vec::as_slice).collect();
-        sync::check(mesh, inventory, sync::slot_fingerprints(&vars_by_slot)?)
+        sync::check(mesh, inventory, &sync::slot_fingerprints(&vars_by_slot)?)
     }
 
     /// Drops accumulated gradients.

@@ -38,7 +38,7 @@ pub(super) fn broadcast_vars(
     });
     broadcast.call(())?;
     let vars_by_slot: Vec<&[Var]> = slot_sets(mesh, sets).map(|set| &set.vars[..]).collect();
-    check(mesh, inventory, slot_fingerprints(&vars_by_slot)?)
+    check(mesh, inventory, &slot_fingerprints(&vars_by_slot)?)
 }
 
 /// Iterates over this process's slots, and returns the set of each slot.
@@ -52,11 +52,11 @@ fn slot_sets<'a>(mesh: &DeviceMesh, sets: &'a [VarSet]) -> impl Iterator<Item = 
 pub(super) fn check(
     mesh: &DeviceMesh,
     inventory: &Inventory,
-    fingerprints: Vec<Vec<u64>>,
+    fingerprints: &[Vec<u64>],
 ) -> Result<()> {
     // Every slot has every variable.
     let periods = vec![Some(1); inventory.parameters.len()];
-    settings::check_values(mesh, inventory, &fingerprints, &periods)
+    settings::check_values(mesh, inventory, fingerprints, &periods)
 }
 
 /// Returns fingerprints of the bits of each slot's variables; shared variables are read once.
