@@ -60,5 +60,5 @@ pub use crate::{
     parameters::declare::{Declared, declare},
     schedule::Schedule,
     step::rules::{Evaluation, Step},
-    units::{Units, keep_rules::Keep, rules::UnitRules},
+    units::{Units, accumulation::Accumulation, keep_rules::Keep, rules::UnitRules},
 };

@@ -14,7 +14,7 @@ use crate::{
     parameters::{Initializer, declare::Declared},
     precision::Precision,
     schedule::Schedule,
-    units::{Units, keep_rules::Keep, rules::UnitRules},
+    units::{Units, accumulation::Accumulation, keep_rules::Keep, rules::UnitRules},
 };
 
 /// Builds a [`DistributedModel`](crate::DistributedModel); created by
@@ -441,6 +441,13 @@ impl ModelBuilder<'_, Units> {
     /// `stage3_prefetch_bucket_size` in DeepSpeed.)
     pub fn prefetch(mut self, units: usize) -> Self {
         self.sharding.n_prefetched = units;
+        self
+    }
+
+    /// Sets the time at which the gradients of [accumulated](crate::DistributedModel::accumulate)
+    /// batches are reduced; by default [`Accumulation::ReduceEach`].
+    pub fn accumulation(mut self, accumulation: Accumulation) -> Self {
+        self.sharding.accumulation = accumulation;
         self
     }
 

@@ -14,7 +14,7 @@ use crate::{
     parameters::{InitialValues, Initializer, declare::Declared},
     precision::Precision,
     step::{inventory::Inventory, options::StepOptions, roles::RolePatterns},
-    units::keep_rules::KeepRules,
+    units::{accumulation::Accumulation, keep_rules::KeepRules},
 };
 
 /// Sharing of variables between slots on one device.
@@ -97,6 +97,7 @@ pub(crate) struct ShardingConfig {
     pub(crate) plan_source: PlanSource,
     pub(crate) keeps: KeepRules,
     pub(crate) n_prefetched: usize,
+    pub(crate) accumulation: Accumulation,
     pub(crate) updates_in_backward: bool,
 }
 
@@ -117,6 +118,7 @@ impl ShardingConfig {
             Self { plan_source: PlanSource::Ready(_), .. } => "plan",
             Self { keeps, .. } if !keeps.is_empty() => "keep",
             Self { n_prefetched: 1.., .. } => "prefetch",
+            Self { accumulation: Accumulation::ReduceLast, .. } => "accumulation",
             Self { updates_in_backward: true, .. } => "optimizer_in_backward",
             _ => return Ok(()),
         };
@@ -126,12 +128,15 @@ impl ShardingConfig {
         Err(TrainingError::option(option, reason))
     }
 
-    /// Rejects clipping together with optimizers inside the backward pass.
+    /// Rejects options that cannot be combined with optimizers inside the backward pass.
     pub(crate) fn check_in_backward(&self, options: &StepOptions) -> Result<(), TrainingError> {
-        if self.updates_in_backward && options.max_norm.is_some() {
-            return Err(TrainingError::needs_all_gradients("clip_grad_norm"));
-        }
-        Ok(())
+        let option = match self {
+            Self { updates_in_backward: false, .. } => return Ok(()),
+            _ if options.max_norm.is_some() => "clip_grad_norm",
+            Self { accumulation: Accumulation::ReduceLast, .. } => "accumulation",
+            _ => return Ok(()),
+        };
+        Err(TrainingError::needs_all_gradients(option))
     }
 }
 

@@ -90,7 +90,8 @@ use crate::{
 /// A sharded model has the same bits as a replicated model on as many slots, for any
 /// [`Keep`](crate::Keep) and any plan. Results are equal only up to rounding if several units use a
 /// value or parameter, if groups of slots replicate the shards, if gradients are clipped, or if
-/// batches are [accumulated](Self::accumulate), because sums are then formed in another order.
+/// batches are [accumulated](Self::accumulate) and [reduced in each
+/// batch](crate::Accumulation::ReduceEach), because sums are then formed in another order.
 #[derive(Debug)]
 pub struct DistributedModel<M, O> {
     mesh: DeviceMesh,
@@ -146,7 +147,8 @@ impl<M: Send, O: Optimizer + Send + 'static> DistributedModel<M, O> {
     /// without weight adds nothing.
     ///
     /// A replicated model stores the gradients on each slot. A sharded model reduces them in every
-    /// batch, so that a slot stores only its shards.
+    /// batch, so that a slot stores only its shards, unless the builder sets [another
+    /// time](crate::ModelBuilder::accumulation).
     ///
     /// # Errors
     ///
@@ -406,7 +408,9 @@ impl<M, O> DistributedModel<M, O> {
     /// Returns the sharding plan if the model is sharded.
     ///
     /// The plan's cost and schedule count a parameter of several units for the first unit only,
-    /// although it is gathered and reduced for each unit.
+    /// although it is gathered and reduced for each unit. They also do not count the unreduced
+    /// gradients that [`Accumulation::ReduceLast`](crate::Accumulation::ReduceLast) stores between
+    /// batches, which have as many bytes as the full model on every slot.
     pub fn plan(&self) -> Option<&ShardingPlan> {
         Some(self.layout.sharded()?.vars.plan())
     }

@@ -5,7 +5,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use candle_core::{Result, Tensor};
 use pmap_mesh::Replica;
 
-use crate::{sharded::units::PendingReduce, step::rules::Rules, units::model::Model};
+use crate::{
+    sharded::units::PendingReduce,
+    step::rules::Rules,
+    units::{accumulation::UnreducedGrads, model::Model},
+};
 
 /// The state of a batch's backward pass on one slot. The forward pass already records the entered
 /// units in it.
@@ -25,6 +29,8 @@ pub(crate) struct BackwardState {
     /// The remaining factor of the gradients: with half precision, the differentiated loss is
     /// multiplied by only a part of its factor.
     pub(crate) rest: f64,
+    /// Gradients that are not yet summed over the slots.
+    pub(crate) unreduced: UnreducedGrads,
     /// The reduction in flight, which overlaps with the backward pass.
     pub(crate) in_flight: Option<PendingReduce>,
     /// Reduced gradients, by the index of this slot's shard.
@@ -37,8 +43,10 @@ pub(crate) struct BackwardState {
 }
 
 impl BackwardState {
-    /// Starts the backward pass.
-    pub(crate) fn begin(&mut self, is_empty: bool, rest: f64) {
+    /// Starts the backward pass, with the unreduced gradients of earlier batches.
+    pub(crate) fn begin(&mut self, unreduced: UnreducedGrads, is_empty: bool, rest: f64) {
+        self.used.extend(unreduced.grads.keys().cloned());
+        self.unreduced = unreduced;
         self.is_empty = is_empty;
         self.rest = rest;
         self.has_started = true;

@@ -1,5 +1,6 @@
 //! Models built one unit at a time inside the loss.
 
+pub(crate) mod accumulation;
 pub(crate) mod backward;
 pub(crate) mod freed_params;
 pub(crate) mod keep_rules;

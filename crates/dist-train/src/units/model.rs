@@ -13,7 +13,7 @@ use crate::{
     precision::{Precision, is_half},
     sharded::ShardedVars,
     step::inventory::Inventory,
-    units::{keep_rules::Keep, prefetch::Order, rules::Member},
+    units::{accumulation::Accumulation, keep_rules::Keep, prefetch::Order, rules::Member},
 };
 
 /// A sharded model; equal on every slot except for its shards.
@@ -25,6 +25,7 @@ pub(crate) struct Model {
     /// The dtype of the units' variable builders.
     pub(crate) dtype: DType,
     pub(crate) precision: Precision,
+    pub(crate) accumulation: Accumulation,
     /// Whether optimizers run inside the backward pass.
     pub(crate) updates_in_backward: bool,
     /// Number of units to prefetch.

@@ -20,6 +20,7 @@ use crate::{
     sharded::units::PendingGather,
     step::rules::{Goal, Rules},
     units::{
+        accumulation::{Accumulation, UnreducedGrads},
         backward::{BackwardState, ReadyGrads, UpdatesInBackward},
         freed_params::{FreedParams, UnitPass},
         keep_rules::Keep,
@@ -65,6 +66,8 @@ pub(crate) struct PassContext {
 pub(crate) struct Gradients {
     /// The sums over all slots, for each of this slot's shards that is not updated yet.
     pub(crate) sums: Vec<Option<Tensor>>,
+    /// Gradients that are not yet summed over the slots.
+    pub(crate) unreduced: UnreducedGrads,
     /// For each trained variable of the model, in the order of names, whether it has a gradient on
     /// this slot.
     pub(crate) used: Vec<bool>,
@@ -356,7 +359,8 @@ impl Session {
         *self.backward().expected.entry(unit.to_owned()).or_default() += 1;
     }
 
-    /// Ends the backward pass of a unit: frees its parameters, and reduces their gradients.
+    /// Ends the backward pass of a unit: frees its parameters, and reduces their gradients or
+    /// stores them for a later batch.
     pub(crate) fn leave(
         &self,
         unit: &str,
@@ -373,6 +377,9 @@ impl Session {
         // Freed as early as possible, because memory use peaks here.
         drop((gathered, grads));
         self.backward().used.extend(own.keys().cloned());
+        if self.defers_reduction() {
+            return self.backward().unreduced.add(unit, own);
+        }
         self.reduce(unit, own)
     }
 
@@ -387,18 +394,28 @@ impl Session {
         correct_gradient(widen(grad)?.contiguous()?, is_empty, rest)
     }
 
-    /// Reduces the gradients of a unit's parameters over all slots. With prefetching, the reduction
-    /// overlaps with the backward pass.
+    /// Returns true if gradients stay unreduced until a later batch.
+    fn defers_reduction(&self) -> bool {
+        self.rules().goal == Goal::Accumulate
+            && self.model().accumulation == Accumulation::ReduceLast
+    }
+
+    /// Reduces the gradients of a unit's parameters over all slots, together with earlier unreduced
+    /// gradients. With prefetching, the reduction overlaps with the backward pass.
     fn reduce(&self, unit: &str, mut own: BTreeMap<String, Tensor>) -> Result<()> {
+        let mut unreduced = mem::take(&mut self.backward().unreduced);
+        unreduced.units.remove(unit);
         let mut all = BTreeMap::new();
         for (_, member) in self.model().units[unit].trained() {
             let name = &member.names.name;
-            let grad = match own.remove(name) {
-                Some(grad) => grad,
-                None => Tensor::zeros(&*member.shape, member.dtype, self.ctx.device())?,
+            let grad = match (unreduced.grads.remove(name), own.remove(name)) {
+                (Some(before), Some(grad)) => (before + grad)?,
+                (Some(grad), None) | (None, Some(grad)) => grad,
+                (None, None) => Tensor::zeros(&*member.shape, member.dtype, self.ctx.device())?,
             };
             all.insert(name.clone(), grad);
         }
+        self.backward().unreduced = unreduced;
         let vars = &self.model().vars;
         if !self.prefetcher().is_on() {
             let sums = vars.reduce_parts(&self.ctx, unit, all)?;
@@ -432,12 +449,18 @@ impl Session {
         }
     }
 
-    /// Differentiates a shard's sum divided by `scale` through all units that it entered.
-    pub(crate) fn differentiate(&self, shard: ShardLoss, scale: f64) -> Result<Gradients> {
+    /// Differentiates a shard's sum divided by `scale` through all units that it entered;
+    /// `unreduced` are unreduced gradients of earlier batches.
+    pub(crate) fn differentiate(
+        &self,
+        shard: ShardLoss,
+        scale: f64,
+        unreduced: UnreducedGrads,
+    ) -> Result<Gradients> {
         let halves = is_half(shard.dtype()) || self.model().has_halves();
         let is_empty = shard.is_empty();
         let (sum, rest) = shard.into_scaled_sum(scale, halves)?;
-        self.backward().begin(is_empty, rest);
+        self.backward().begin(unreduced, is_empty, rest);
         sum.backward()?;
         drop(sum);
         self.finish()?;
@@ -446,12 +469,18 @@ impl Session {
         Ok(Gradients {
             sums: (0..n_shards).map(|shard_idx| backward.sums.remove(&shard_idx)).collect(),
             used: backward.used_flags(self.model()),
+            unreduced: backward.unreduced,
         })
     }
 
     /// Completes collectives, reductions and updates at the end of the backward pass.
     fn finish(&self) -> Result<()> {
         self.finish_gathering()?;
+        if !self.defers_reduction() {
+            // These are units that only earlier batches entered.
+            let units = self.backward().unreduced.units.clone();
+            units.iter().try_for_each(|unit| self.reduce(unit, BTreeMap::new()))?;
+        }
         self.finish_reducing()?;
         match &self.updates {
             Some(updates) => {

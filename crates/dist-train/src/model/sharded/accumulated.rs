@@ -19,7 +19,10 @@ use crate::{
         rules::{Goal, Rules},
         update::global_norm,
     },
-    units::session::{Gradients, Session},
+    units::{
+        accumulation::UnreducedGrads,
+        session::{Gradients, Session},
+    },
 };
 
 /// Accumulated batches of a slot.
@@ -27,6 +30,8 @@ use crate::{
 pub(super) struct Accumulated {
     /// The gradient of each variable, summed over all slots; empty before the first batch.
     sums: Vec<Option<Tensor>>,
+    /// Gradients that are not yet summed over the slots.
+    unreduced: UnreducedGrads,
     /// For each trained parameter, whether it has a gradient in any of the batches; empty before
     /// the first batch.
     used: Vec<bool>,
@@ -48,11 +53,12 @@ pub(super) fn train<O: Optimizer>(
     loss: Loss<Vec<Tensor>>,
 ) -> Result<BatchOutcome> {
     let totals = lock(slot).begin();
+    let unreduced = mem::take(&mut accumulated.unreduced);
     accumulated.entered_units.extend(session.entered_units());
     session.check_order()?;
     let (shard, batch) = Batch::agree(ctx, rules, loss, totals)?;
     session.check_entered(&accumulated.entered_units)?;
-    let gradients = session.differentiate(shard, batch.scale)?;
+    let gradients = session.differentiate(shard, batch.scale, unreduced)?;
     let mut slot = lock(slot);
     if session.updates_in_backward() {
         *accumulated = Accumulated::default();
@@ -92,6 +98,7 @@ impl Accumulated {
             }
         }
         self.sums = add_grads(mem::take(&mut self.sums), sums)?;
+        self.unreduced = gradients.unreduced;
         self.used = either(&self.used, used);
         Ok(())
     }

@@ -139,6 +139,7 @@ impl Description<'_> {
             // Compared before the plan, which contains the kept units too.
             ("keep", settings::debug_fingerprint(keeps)),
             ("prefetch", sharding.n_prefetched as u64),
+            ("accumulation", settings::debug_fingerprint(&sharding.accumulation)),
             ("optimizer_in_backward", sharding.updates_in_backward.into()),
             ("strategy", settings::debug_fingerprint(plan)),
             ("init", init),
@@ -171,6 +172,7 @@ impl Description<'_> {
             inventory: Arc::new(inventory),
             dtype: precision.compute_dtype(config.dtype),
             precision,
+            accumulation: sharding.accumulation,
             updates_in_backward: sharding.updates_in_backward,
             prefetch: sharding.n_prefetched,
             orders: Mutex::default(),

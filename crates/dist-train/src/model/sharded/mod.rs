@@ -29,6 +29,7 @@ use crate::{
     },
     units::{
         Units,
+        accumulation::UnreducedGrads,
         backward::UpdatesInBackward,
         model::Model,
         prefetch::Order,
@@ -199,7 +200,7 @@ impl<O: Optimizer + Send + 'static> ShardedPass<'_, O> {
         let rules = self.rules();
         session.check_order()?;
         let (shard, loss, aux) = agree_without_totals(ctx, rules, shard_loss)?;
-        let gradients = session.differentiate(shard, loss.weight())?;
+        let gradients = session.differentiate(shard, loss.weight(), UnreducedGrads::default())?;
         let used = agreement::any(ctx, &gradients.used)?;
         self.used.get_or_init(|| used);
         *lock(&self.sums[ctx.local_index()]) = gradients.sums;

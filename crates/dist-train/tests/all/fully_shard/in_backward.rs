@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, linear};
-use dist_train::{DistributedModel, FullyShard, Group, TrainingError, Units};
+use dist_train::{Accumulation, DistributedModel, FullyShard, Group, TrainingError, Units};
 use pmap_mesh::{DeviceMesh, Replica};
 
 use super::model::{adam, batch, loss, sharded};
@@ -73,6 +73,8 @@ fn clipping_and_accumulation_are_rejected() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let builder = || FullyShard::builder(&mesh, layers::<3>).optimizer_in_backward();
     assert_eq!(refused_option(builder().clip_grad_norm(1.0).build(adam)).0, "clip_grad_norm");
+    let last = builder().accumulation(Accumulation::ReduceLast).build(adam);
+    assert_eq!(refused_option(last).0, "accumulation");
     let mut model = builder().build(adam).unwrap();
     assert_eq!(refused_option(model.accumulate(input(6), alternating(0))).0, "accumulate");
     model.step(input(6), alternating(0)).unwrap();
