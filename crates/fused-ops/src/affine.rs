@@ -16,7 +16,7 @@ use crate::{
         },
         matmul::{MatrixView, product},
     },
-    route::{Route, check_shape},
+    route::{Named, Route, check_shape, is_half},
     weight::{input_grad, parameter_grad, times_weight},
 };
 
@@ -43,9 +43,6 @@ struct Adapter {
     scale: f64,
 }
 
-/// A tensor with its name in errors.
-type Named<'a> = (&'static str, &'a Tensor);
-
 impl AffineLayer {
     pub(crate) fn new(weight: &Tensor, bias: Option<&Tensor>) -> Self {
         Self { weight: weight.clone(), bias: bias.cloned(), adapter: None }
@@ -59,6 +56,10 @@ impl AffineLayer {
 
     pub(crate) fn weight(&self) -> &Tensor {
         &self.weight
+    }
+
+    pub(crate) fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
     }
 
     /// Returns true if the layer has neither a bias nor an adapter.
@@ -279,10 +280,6 @@ fn frozen_product(x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
         Ok(vec![Some(grad.broadcast_matmul(&weight.to_dtype(dtype)?)?)])
     });
     Ok(y?)
-}
-
-fn is_half(dtype: DType) -> bool {
-    matches!(dtype, DType::F16 | DType::BF16)
 }
 
 /// Returns the number of rows: the product of all dimensions but the last, since rows may have

@@ -19,6 +19,7 @@ use crate::{
     custom::with_backward,
     error::Result,
     kernels::{
+        attention::VisibleKeys,
         cross_entropy::RowTarget,
         dropout::{self, DropSpec},
         norm::Norm,
@@ -41,7 +42,7 @@ pub(crate) fn norm(
     epsilon: f64,
 ) -> Result<Tensor> {
     let inputs: Vec<_> = [x, weight].into_iter().chain(bias).collect();
-    let is_frozen = !weight.track_op();
+    let (is_frozen, weight_dtype) = (!weight.track_op(), weight.dtype());
     let has_bias = bias.is_some();
     let (x, weight) = (x.detach(), weight.detach());
     let (normalized, _) = normalize(form, &widen(&x)?, epsilon)?;
@@ -60,7 +61,7 @@ pub(crate) fn norm(
         }
         let mut grads = vec![Some(grad_x.broadcast_mul(&scale)?.to_dtype(x.dtype())?)];
         let grad_weight =
-            (!is_frozen).then(|| sum_rows(&(&grad * normalized)?)?.to_dtype(x.dtype()));
+            (!is_frozen).then(|| sum_rows(&(&grad * normalized)?)?.to_dtype(weight_dtype));
         grads.push(grad_weight.transpose()?);
         if has_bias {
             grads.push(Some(sum_rows(&grad)?.to_dtype(x.dtype())?));
@@ -119,7 +120,15 @@ pub(crate) fn activation(x: &Tensor, activation: Activation) -> CandleResult<Ten
     y?.to_dtype(dtype)
 }
 
-pub(crate) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+/// Returns activation(gate) · up. SiLU, the most frequent gate, has its own backward.
+pub(crate) fn gated(form: Activation, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    match form {
+        Activation::Silu => swiglu(gate, up),
+        _ => Ok((activation(&widen(gate)?, form)? * widen(up)?)?.to_dtype(gate.dtype())?),
+    }
+}
+
+fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let inputs = [gate, up];
     let [gate, up] = inputs.map(Tensor::detach);
     let y = (widen(&gate)?.silu()? * widen(&up)?)?;
@@ -146,10 +155,16 @@ pub(crate) fn log_softmax(x: &Tensor) -> CandleResult<Tensor> {
     candle_nn::ops::log_softmax(&widen(x)?, D::Minus1)?.to_dtype(x.dtype())
 }
 
-/// One of candle's rotations: `rope`, `rope_i` or `rope_thd`, of a tensor by `cos` and `sin`.
+/// One of candle's rotations, `rope`, `rope_i` or `rope_thd`, or [`rope_i_thd`], of a tensor by `cos`
+/// and `sin`.
 pub(crate) type Rotate = fn(&Tensor, &Tensor, &Tensor) -> CandleResult<Tensor>;
 
-/// `cos` and `sin` [length, size / 2].
+/// Rotates neighbors in [batch, length, heads, size].
+pub(crate) fn rope_i_thd(x: &Tensor, cos: &Tensor, sin: &Tensor) -> CandleResult<Tensor> {
+    candle_nn::rotary_emb::rope_i(&swap_heads(x)?, cos, sin).and_then(|y| swap_heads(&y))
+}
+
+/// `cos` and `sin` [length, at most size / 2].
 pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, rotate: Rotate) -> Result<Tensor> {
     if x.elem_count() == 0 {
         return Ok(x.clone());
@@ -157,7 +172,15 @@ pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, rotate: Rotate) -> Re
     let [cos, sin] = [cos, sin].map(|angles| widen(&angles.contiguous()?));
     let (cos, sin) = (cos?, sin?);
     let turn = move |x: &Tensor, sin: &Tensor| {
-        rotate(&widen(&x.contiguous()?)?, &cos, sin)?.to_dtype(x.dtype())
+        let (size, turned) = (x.dim(D::Minus1)?, 2 * sin.dim(1)?);
+        let part = |start, len| widen(&x.narrow(D::Minus1, start, len)?.contiguous()?);
+        let y = rotate(&part(0, turned)?, &cos, sin)?;
+        let y = if turned < size {
+            Tensor::cat(&[y, part(turned, size - turned)?], D::Minus1)?.contiguous()?
+        } else {
+            y
+        };
+        y.to_dtype(x.dtype())
     };
     let y = turn(&x.detach(), &sin)?;
     // The opposite rotation is the transposed one.
@@ -165,8 +188,8 @@ pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, rotate: Rotate) -> Re
     with_backward(&[x], &y, move |_, grad| Ok(vec![Some(turn(&grad, &opposite)?)]))
 }
 
-/// Cuts `x` [batch, length, heads · size] into heads, and rotates them. `cos` and `sin` [length,
-/// size / 2].
+/// Cuts `x` [batch, length, heads · size] into heads, and rotates them. `cos` and `sin` [length, at
+/// most size / 2].
 pub(crate) fn split_and_rotate(
     x: &Tensor,
     heads: usize,
@@ -227,18 +250,20 @@ pub(crate) fn attention(
     value: &Tensor,
     config: &AttentionConfig,
 ) -> Result<Tensor> {
-    let inputs = [query, key, value];
+    let inputs: Vec<_> = [query, key, value].into_iter().chain(&config.sinks).collect();
     let (_, _, heads, size) = query.dims4()?;
     let (scale, key_heads) = (config.scale(size), key.dim(2)?);
     let queries = swap_heads(&query.detach())?;
     let keys = swap_heads(&repeat_heads(&key.detach(), heads)?)?;
     let values = swap_heads(&repeat_heads(&value.detach(), heads)?)?;
-    let mut scores = (widen(&queries.matmul(&keys.t()?)?)? * scale)?;
+    let scores = (widen(&queries.matmul(&keys.t()?)?)? * scale)?;
+    let (mut scores, cap_slope) = cap(scores, config.softcap)?;
     if let Some(mask) = added_mask(config, &scores)? {
         scores = scores.broadcast_add(&mask)?;
     }
     // The attention weights.
-    let shares = softmax_last_dim(&scores)?.to_dtype(query.dtype())?;
+    let (shares, sink_shares) = softmax_with_sinks(&scores, config.sinks.as_ref())?;
+    let shares = shares.to_dtype(query.dtype())?;
     let y = swap_heads(&shares.matmul(&values)?)?;
     with_backward(&inputs, &y, move |_, grad| {
         let grad = swap_heads(&grad)?;
@@ -249,15 +274,48 @@ pub(crate) fn attention(
         let wide_shares = widen(&shares)?;
         let means = (&wide_shares * &grad_shares)?.sum_keepdim(D::Minus1)?;
         let grad_scores = (wide_shares * grad_shares.broadcast_sub(&means)?)?;
-        let grad_scores = grad_scores.to_dtype(shares.dtype())?;
+        let grad_scores = times(grad_scores, cap_slope.as_ref())?.to_dtype(shares.dtype())?;
         let grad_queries = (grad_scores.matmul(&keys)? * scale)?;
         let grad_keys = (grad_scores.t()?.matmul(&queries)? * scale)?;
-        Ok(vec![
+        let mut grads = vec![
             Some(swap_heads(&grad_queries)?),
             Some(sum_heads(&swap_heads(&grad_keys)?, key_heads)?),
             Some(sum_heads(&swap_heads(&grad_values)?, key_heads)?),
-        ])
+        ];
+        if let Some((shares, dtype)) = &sink_shares {
+            // The dropped weight has no gradient of its own.
+            let grad = (shares * means)?.sum((0, 2, 3))?.neg()?;
+            grads.push(Some(grad.to_dtype(*dtype)?));
+        }
+        Ok(grads)
     })
+}
+
+/// Returns cap·tanh(x / cap) and its slopes, or `x` without a cap.
+fn cap(x: Tensor, cap: Option<f64>) -> CandleResult<(Tensor, Option<Tensor>)> {
+    let Some(cap) = cap else { return Ok((x, None)) };
+    let shares = (x / cap)?.tanh()?;
+    Ok(((&shares * cap)?, Some((1.0 - shares.sqr()?)?)))
+}
+
+/// Multiplies a gradient by slopes, if there are any.
+fn times(grad: Tensor, slopes: Option<&Tensor>) -> CandleResult<Tensor> {
+    slopes.map_or(Ok(grad.clone()), |slopes| grad * slopes)
+}
+
+/// Returns the weights of `scores` and, if there are sinks, their weights [batch, heads, queries, 1]
+/// with the type of their gradient.
+fn softmax_with_sinks(
+    scores: &Tensor,
+    sinks: Option<&Tensor>,
+) -> CandleResult<(Tensor, Option<(Tensor, DType)>)> {
+    let Some(sinks) = sinks else { return Ok((softmax_last_dim(scores)?, None)) };
+    let (batch, heads, queries, keys) = scores.dims4()?;
+    let logits = sinks.detach().to_dtype(scores.dtype())?.reshape((1, heads, 1, 1))?;
+    let logits = logits.broadcast_as((batch, heads, queries, 1))?;
+    let all = softmax_last_dim(&Tensor::cat(&[scores, &logits], D::Minus1)?.contiguous()?)?;
+    let part = |start, len| all.narrow(D::Minus1, start, len)?.contiguous();
+    Ok((part(0, keys)?, Some((part(keys, 1)?, sinks.dtype()))))
 }
 
 /// Exchanges positions and heads of [batch, positions, heads, size], or back.
@@ -283,7 +341,7 @@ fn added_mask(config: &AttentionConfig, scores: &Tensor) -> CandleResult<Option<
 /// Returns −∞ for the keys hidden from a query, and 0 for the others; [batch or 1, 1, queries,
 /// keys].
 ///
-/// It is computed on the device from the number of visible keys per query: copying it would take
+/// It is computed on the device from the range of visible keys per query: copying it would take
 /// longer, since it has as many items as the scores of a head.
 #[expect(
     clippy::cast_possible_truncation,
@@ -298,17 +356,23 @@ pub(crate) fn hidden_keys(
         Some(lengths) => lengths[..batch].to_vec(),
         None => vec![keys],
     };
-    let visible_per_query = |length: usize| {
-        (0..queries).map(move |query| {
-            if config.causal { length.min(keys - queries + query + 1) } else { length }
-        })
+    let keys_of_first_query = config.causal.then(|| keys - queries + 1);
+    let visible_keys =
+        |&keys: &usize| VisibleKeys { keys, keys_of_first_query, window: config.window };
+    let ranges = || {
+        lengths.iter().map(visible_keys).flat_map(|keys| (0..queries).map(move |q| keys.range(q)))
     };
-    let counts: Vec<u32> =
-        lengths.iter().flat_map(|&length| visible_per_query(length)).map(|n| n as u32).collect();
-    let visible_keys = Tensor::from_vec(counts, (lengths.len(), 1, queries, 1), device)?;
-    let is_hidden = Tensor::arange(0, keys as u32, device)?
-        .broadcast_as((lengths.len(), 1, queries, keys))?
-        .broadcast_ge(&visible_keys)?;
+    let column =
+        |bounds: Vec<u32>| Tensor::from_vec(bounds, (lengths.len(), 1, queries, 1), device);
+    let all =
+        Tensor::arange(0, keys as u32, device)?.broadcast_as((lengths.len(), 1, queries, keys))?;
+    let ends = column(ranges().map(|range| range.end as u32).collect())?;
+    let mut is_hidden = all.broadcast_ge(&ends)?;
+    if config.window.is_some() {
+        let starts = column(ranges().map(|range| range.start as u32).collect())?;
+        // No key is before the first and after the last visible key.
+        is_hidden = (is_hidden + all.broadcast_lt(&starts)?)?;
+    }
     let fill = |value: f32| Tensor::new(value, device)?.broadcast_as(is_hidden.shape());
     is_hidden.where_cond(&fill(f32::NEG_INFINITY)?, &fill(0.0)?)
 }
@@ -363,6 +427,7 @@ pub(crate) fn cross_entropy(
     targets: &[RowTarget],
     smoothing: f64,
     class_weights: Option<&[f64]>,
+    softcap: Option<f64>,
 ) -> Result<Tensor> {
     let (device, dtype, rows) = (logits.device(), logits.dtype(), targets.len());
     let classes = logits.dim(D::Minus1)?;
@@ -389,9 +454,8 @@ pub(crate) fn cross_entropy(
 
     let shape = logits.shape().clone();
     let x = logits.detach().reshape((rows, classes))?.contiguous()?;
-    // The logits of rows of weight 0 may be NaN.
-    let is_counted = column(&|target| f64::from(target.weight != 0.0))?.ne(0_f64)?;
-    let x = is_counted.broadcast_as(x.shape())?.where_cond(&x, &x.zeros_like()?)?;
+    let x = clear_weightless(&x, &column(&|target| target.weight)?)?;
+    let (x, cap_slope) = cap(x, softcap)?;
     let log_probabilities = log_softmax(&x)?;
     let mut sum = (log_probabilities.gather(&target_classes, 1)? * &target_weights)?.sum_all()?;
     if smoothing > 0.0 {
@@ -407,8 +471,13 @@ pub(crate) fn cross_entropy(
             grad = (grad - smoothing_weights.broadcast_mul(&class_weight_tensor)?)?;
         }
         let grad = grad.scatter_add(&target_classes, &target_weights.neg()?, 1)?;
-        Ok(vec![Some(grad.reshape(&shape)?)])
+        Ok(vec![Some(times(grad, cap_slope.as_ref())?.reshape(&shape)?)])
     })
+}
+
+/// Returns rows of logits with zeros for those of weight 0, which may be NaN. `weights` [rows, 1].
+fn clear_weightless(x: &Tensor, weights: &Tensor) -> CandleResult<Tensor> {
+    weights.ne(0_f64)?.broadcast_as(x.shape())?.where_cond(x, &x.zeros_like()?)
 }
 
 #[cfg(test)]
@@ -472,7 +541,7 @@ mod tests {
     fn weightless_logits_may_be_nan() {
         let logits = Var::new(&[[f32::NAN, 0.], [0., 0.]], &Device::Cpu).unwrap();
         let target = |weight| RowTarget { class: 0, weight };
-        let loss = cross_entropy(&logits, &[target(0.), target(1.)], 0., None).unwrap();
+        let loss = cross_entropy(&logits, &[target(0.), target(1.)], 0., None, Some(5.)).unwrap();
         assert!((loss.to_scalar::<f32>().unwrap() - 2_f32.ln()).abs() < 1e-6);
         let grads = loss.backward().unwrap();
         let grad = grads.get(&logits).unwrap().to_vec2::<f32>().unwrap();
@@ -500,5 +569,24 @@ mod tests {
         assert_eq!(seen, rows);
         let causal = hidden_keys(&AttentionConfig::causal(), [2, 3, 4], &Device::Cpu).unwrap();
         assert_eq!(causal.dims(), [1, 1, 3, 4]);
+    }
+
+    #[test]
+    fn query_sees_the_keys_of_its_window() {
+        let (queries, keys) = (5, 9);
+        for (window, length) in [1, 2, 4, 9, 100].into_iter().flat_map(|w| [(w, 9), (w, 3)]) {
+            let config =
+                AttentionConfig::causal().with_window(window).with_key_lengths(vec![length]);
+            let hidden = hidden_keys(&config, [1, queries, keys], &Device::Cpu).unwrap();
+            let seen = hidden.ge(0_f32).unwrap().flatten(0, 2).unwrap().to_vec2::<u8>().unwrap();
+            for (query, seen) in seen.into_iter().enumerate() {
+                let position = keys - queries + query;
+                let in_window = |key: usize| key <= position && position < key + window;
+                let mut expected: Vec<_> = (0..keys).map(|k| in_window(k) && k < length).collect();
+                // A query of the padding without a key sees the last one.
+                expected[length - 1] |= !expected.contains(&true);
+                assert_eq!(seen, expected.into_iter().map(u8::from).collect::<Vec<_>>());
+            }
+        }
     }
 }

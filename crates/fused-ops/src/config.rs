@@ -38,6 +38,28 @@ pub struct AttentionConfig {
     ///
     /// It gets no gradient. If all scores of a query are −∞, its result is NaN, as without fusion.
     pub mask: Option<Tensor>,
+    /// The number of keys that a query sees, itself included: the query at position i sees the keys
+    /// at the positions j with i − window < j ≤ i. Only with [`causal`](Self::causal). Default:
+    /// `None`, all earlier keys.
+    ///
+    /// Positions are indices of keys, so rows of several packed sequences need a mask as well. The
+    /// blocks of keys outside of the window are not computed. A query of the padding whose window has
+    /// only padding sees the last key of its sequence.
+    ///
+    /// Beltagy et al., "Longformer", arXiv 2004.05150; Jiang et al., "Mistral 7B", arXiv 2310.06825.
+    pub window: Option<usize>,
+    /// The bound c of a score s, which becomes c·tanh(s / c) after the scale and before the mask.
+    /// Default: `None`.
+    ///
+    /// Gemma Team, "Gemma 2", arXiv 2408.00118.
+    pub softcap: Option<f64>,
+    /// One more logit for each query head \[heads\], of any floating type: a key without a value. The
+    /// softmax includes it, and its weight is dropped, so a head may attend to nothing. It has a
+    /// gradient. Default: `None`.
+    ///
+    /// Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453; the
+    /// learned form is gpt-oss's.
+    pub sinks: Option<Tensor>,
 }
 
 impl AttentionConfig {
@@ -58,6 +80,47 @@ impl AttentionConfig {
     #[must_use]
     pub fn with_mask(mut self, mask: Tensor) -> Self {
         self.mask = Some(mask);
+        self
+    }
+
+    /// Hides the keys before the last `window` keys of each query, itself included: see
+    /// [`window`](Self::window).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use fused_ops::{AttentionConfig, attention};
+    ///
+    /// // Three positions, one head of size 1, equal scores: each sees itself and the one before.
+    /// let zeros = Tensor::zeros((1, 3, 1, 1), candle_core::DType::F32, &Device::Cpu)?;
+    /// let value = Tensor::new(&[10.0_f32, 20.0, 40.0], &Device::Cpu)?.reshape((1, 3, 1, 1))?;
+    /// let config = AttentionConfig::causal().with_window(2);
+    /// let y = attention(&zeros, &zeros, &value, &config)?;
+    /// assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, [10.0, 15.0, 30.0]);
+    /// // A sink with the same logit takes its share.
+    /// let config = config.with_sinks(Tensor::zeros(1, candle_core::DType::F32, &Device::Cpu)?);
+    /// let y = attention(&zeros, &zeros, &value, &config)?;
+    /// assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, [5.0, 10.0, 20.0]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn with_window(mut self, window: usize) -> Self {
+        self.window = Some(window);
+        self
+    }
+
+    /// Bounds the scores: see [`softcap`](Self::softcap).
+    #[must_use]
+    pub fn with_softcap(mut self, cap: f64) -> Self {
+        self.softcap = Some(cap);
+        self
+    }
+
+    /// Adds a logit \[heads\] without a value to each softmax: see [`sinks`](Self::sinks).
+    #[must_use]
+    pub fn with_sinks(mut self, sinks: Tensor) -> Self {
+        self.sinks = Some(sinks);
         self
     }
 

@@ -7,8 +7,10 @@
 //! [`cross_entropy`]: crate::cross_entropy()
 //! [`dropout`]: crate::dropout()
 //! [`embedding`]: crate::embedding()
+//! [`geglu`]: crate::geglu()
 //! [`gelu`]: crate::gelu()
 //! [`gelu_tanh`]: crate::gelu_tanh()
+//! [`grouped_linear`]: crate::grouped_linear()
 //! [`layer_norm`]: crate::layer_norm()
 //! [`linear`]: crate::linear()
 //! [`linear_add_rms_norm`]: crate::linear_add_rms_norm()
@@ -21,6 +23,7 @@
 //! [`rms_norm`]: crate::rms_norm()
 //! [`rope`]: crate::rope()
 //! [`rope_i`]: crate::rope_i()
+//! [`rope_i_thd`]: crate::rope_i_thd()
 //! [`rope_thd`]: crate::rope_thd()
 //! [`silu`]: crate::silu()
 //! [`softmax`]: crate::softmax()
@@ -54,19 +57,22 @@ pub use crate::{
     custom::{backward_from_many, with_backward, with_backward_many},
     error::{Error, Result},
     ops::{
-        activation::{gelu, gelu_tanh, silu, swiglu},
+        activation::{geglu, gelu, gelu_tanh, silu, swiglu},
         attention::{attention, attention_packed},
         cross_entropy::{CrossEntropy, CrossEntropyConfig, cross_entropy},
         dropout::dropout,
         embedding::embedding,
-        linear::{linear, lora_linear},
+        linear::{
+            grouped::{ExpertWeights, grouped_linear},
+            linear, lora_linear,
+        },
         linear_add_rms_norm::linear_add_rms_norm,
         linear_cross_entropy::linear_cross_entropy,
         linear_decode::linear_decode,
         linear_rope::linear_rope,
         mlp::mlp,
         norm::{add_rms_norm, layer_norm, rms_norm},
-        rope::{rope, rope_i, rope_thd},
+        rope::{rope, rope_i, rope_i_thd, rope_thd},
         softmax::{log_softmax, softmax},
         swiglu_mlp::swiglu_mlp,
     },

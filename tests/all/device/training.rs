@@ -120,8 +120,11 @@ fn operations(device: &Device, dtype: DType) -> Vec<(&'static str, TensorOperati
         .with_ignore_index(9)
         .with_label_smoothing(0.1)
         .with_class_weights(numbers(&[24], 7).abs().unwrap().to_device(device).unwrap());
-    let head_config = config.clone();
+    let head_config = config.clone().with_logit_scale(0.5).with_softcap(4.0);
     let causal = AttentionConfig::causal().with_key_lengths(vec![5, 3]);
+    let window = causal.clone().with_window(2).with_softcap(2.0).with_sinks(on(&[4], 15));
+    let partial = [cos.clone(), sin.clone()].map(|angles| angles.narrow(1, 0, 4).unwrap());
+    let experts = on(&[3, 24, 24], 16);
     let key = DropoutKey { seed: 1, call: 2, offset: 0 };
     vec![
         ("rms_norm", Box::new(move |x| ops::rms_norm(x, &weight, 1e-5))),
@@ -131,7 +134,10 @@ fn operations(device: &Device, dtype: DType) -> Vec<(&'static str, TensorOperati
         ),
         ("linear", Box::new(move |x| ops::linear(x, &square, Some(&row), Some(Activation::Gelu)))),
         ("lora_linear", Box::new(move |x| ops::lora_linear(x, &frozen, None, &a, &b, 0.5))),
-        ("linear_rope", Box::new(move |x| ops::linear_rope(x, &heads, None, &head_cos, &head_sin))),
+        (
+            "linear_rope",
+            Box::new(move |x| ops::linear_rope(x, &heads, None, 12, &head_cos, &head_sin)),
+        ),
         (
             "linear_add_rms_norm",
             Box::new(move |x| {
@@ -148,15 +154,36 @@ fn operations(device: &Device, dtype: DType) -> Vec<(&'static str, TensorOperati
         ("silu", Box::new(ops::silu)),
         ("gelu_tanh", Box::new(ops::gelu_tanh)),
         ("swiglu", Box::new(|x| ops::swiglu(x, &x.affine(0.5, 0.1)?))),
+        ("geglu", Box::new(|x| ops::geglu(x, &x.affine(0.5, 0.1)?))),
+        (
+            "grouped_linear",
+            Box::new(move |x| {
+                let experts = ops::ExpertWeights::Stacked(&experts);
+                ops::grouped_linear(&x.reshape((10, 24))?, experts, &[3, 0, 7])
+            }),
+        ),
         ("softmax", Box::new(|x| ops::softmax(x, D::Minus1))),
         ("log_softmax", Box::new(|x| ops::log_softmax(x, 1))),
         ("rope", Box::new(move |x| ops::rope(&x.reshape((2, 2, 5, 12))?, &cos, &sin))),
+        (
+            "rope_i_thd",
+            Box::new(move |x| {
+                ops::rope_i_thd(&x.reshape((2, 5, 2, 12))?, &partial[0], &partial[1])
+            }),
+        ),
         ("dropout", Box::new(move |x| ops::dropout(x, 0.3, key))),
         (
             "attention",
             Box::new(move |x| {
                 let x = x.reshape((2, 5, 4, 6))?;
                 ops::attention(&x, &x.affine(0.7, 0.0)?, &x, &causal)
+            }),
+        ),
+        (
+            "attention with a window, a cap and sinks",
+            Box::new(move |x| {
+                let x = x.reshape((2, 5, 4, 6))?;
+                ops::attention(&x, &x.affine(0.7, 0.0)?, &x, &window)
             }),
         ),
         (

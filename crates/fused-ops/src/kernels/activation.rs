@@ -228,23 +228,32 @@ pub(crate) fn backward_in_place<T: Float>(activation: Activation, x: &[T], grad:
     });
 }
 
-/// Returns silu(gate) · up.
-pub(crate) fn swiglu<T: Float>(gate: &[T], up: &[T]) -> Vec<T> {
-    vec_of_blocks(gate.len(), ELEMENTS_PER_BLOCK, |block, out: &mut FillBlock<'_, T>| {
-        let gate = block_of(gate, block, ELEMENTS_PER_BLOCK);
-        let up = block_of(up, block, ELEMENTS_PER_BLOCK);
-        vectorized(GatedKernel { gate, up, out });
+/// Returns activation(gate) · up.
+pub(crate) fn gated<T: Float>(activation: Activation, gate: &[T], up: &[T]) -> Vec<T> {
+    with_curve!(activation, |curve| {
+        vec_of_blocks(gate.len(), ELEMENTS_PER_BLOCK, |block, out: &mut FillBlock<'_, T>| {
+            let gate = block_of(gate, block, ELEMENTS_PER_BLOCK);
+            let up = block_of(up, block, ELEMENTS_PER_BLOCK);
+            vectorized(GatedKernel { curve, gate, up, out });
+        })
+        .0
     })
-    .0
 }
 
-/// Returns the gradient of the gate of silu(gate) · up, and silu(gate) · up itself. `grad` is the
-/// gradient of that product, and is replaced by the gradient of `up`.
-pub(crate) fn swiglu_backward<T: Float>(gate: &[T], up: &[T], grad: &mut [T]) -> [Vec<T>; 2] {
-    two_vecs_of_blocks(grad, ELEMENTS_PER_BLOCK, |block, grad, [grad_gate, product]| {
-        let gate = block_of(gate, block, ELEMENTS_PER_BLOCK);
-        let up = block_of(up, block, ELEMENTS_PER_BLOCK);
-        vectorized(GatedBackward { gate, up, grad, grad_gate, product });
+/// Returns the gradient of the gate of activation(gate) · up, and this product itself. `grad` is the
+/// gradient of the product, and is replaced by the gradient of `up`.
+pub(crate) fn gated_backward<T: Float>(
+    activation: Activation,
+    gate: &[T],
+    up: &[T],
+    grad: &mut [T],
+) -> [Vec<T>; 2] {
+    with_curve!(activation, |curve| {
+        two_vecs_of_blocks(grad, ELEMENTS_PER_BLOCK, |block, grad, [grad_gate, product]| {
+            let gate = block_of(gate, block, ELEMENTS_PER_BLOCK);
+            let up = block_of(up, block, ELEMENTS_PER_BLOCK);
+            vectorized(GatedBackward { curve, gate, up, grad, grad_gate, product });
+        })
     })
 }
 
@@ -328,26 +337,28 @@ impl<T: Float, C: ActivationCurve<T>> NullaryFnOnce for BackwardInPlace<'_, T, C
     }
 }
 
-struct GatedKernel<'a, 'b, T> {
+struct GatedKernel<'a, 'b, T, C> {
+    curve: C,
     gate: &'a [T],
     up: &'a [T],
     out: &'a mut FillBlock<'b, T>,
 }
 
-impl<T: Float> NullaryFnOnce for GatedKernel<'_, '_, T> {
+impl<T: Float, C: ActivationCurve<T>> NullaryFnOnce for GatedKernel<'_, '_, T, C> {
     type Output = ();
 
     #[inline(always)]
     fn call(self) {
         let mut memory = [T::ZERO; CHUNK];
         for (gate, up) in self.gate.chunks(CHUNK).zip(self.up.chunks(CHUNK)) {
-            let exponentials = exponentials_of(Silu, gate, &mut memory);
-            self.out.push3(gate, exponentials, up, |gate, e, up| Silu.value(gate, e) * up);
+            let exponentials = exponentials_of(self.curve, gate, &mut memory);
+            self.out.push3(gate, exponentials, up, |gate, e, up| self.curve.value(gate, e) * up);
         }
     }
 }
 
-struct GatedBackward<'a, 'b, T> {
+struct GatedBackward<'a, 'b, T, C> {
+    curve: C,
     gate: &'a [T],
     up: &'a [T],
     grad: &'a mut [T],
@@ -355,22 +366,23 @@ struct GatedBackward<'a, 'b, T> {
     product: &'a mut FillBlock<'b, T>,
 }
 
-impl<T: Float> NullaryFnOnce for GatedBackward<'_, '_, T> {
+impl<T: Float, C: ActivationCurve<T>> NullaryFnOnce for GatedBackward<'_, '_, T, C> {
     type Output = ();
 
     #[inline(always)]
     fn call(self) {
+        let curve = self.curve;
         let mut memory = [T::ZERO; CHUNK];
         let parts = self.gate.chunks(CHUNK).zip(self.up.chunks(CHUNK));
         for ((gate, up), grad) in parts.zip(self.grad.chunks_mut(CHUNK)) {
-            let exponentials = exponentials_of(Silu, gate, &mut memory);
-            self.product.push3(gate, exponentials, up, |gate, e, up| Silu.value(gate, e) * up);
+            let exponentials = exponentials_of(curve, gate, &mut memory);
+            self.product.push3(gate, exponentials, up, |gate, e, up| curve.value(gate, e) * up);
             let out = &mut *self.grad_gate;
             out.push4(gate, exponentials, grad, up, |gate, e, grad, up| {
-                grad * up * Silu.slope(gate, e)
+                grad * up * curve.slope(gate, e)
             });
             for ((grad, &gate), &e) in grad.iter_mut().zip(gate).zip(exponentials) {
-                *grad *= Silu.value(gate, e);
+                *grad *= curve.value(gate, e);
             }
         }
     }

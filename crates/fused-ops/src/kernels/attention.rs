@@ -9,7 +9,8 @@
 //! which the weights are recomputed.
 //!
 //! A causal query sees no key after its own position, so blocks of later keys are skipped: about
-//! half of the work.
+//! half of the work. A window also hides the keys before it, and blocks before the window of a
+//! block's first query are skipped: the work per query is that of its window.
 
 #![allow(unsafe_code, reason = "tasks write disjoint heads of one vector with interleaved rows")]
 
@@ -24,6 +25,7 @@ use super::{
     lanes::{max, sum1, sum2},
     matmul::{MatrixLayout, MatrixView, ProductThreads, StoreMode, multiply, multiply_into},
     memory::{three_vecs_written_by, vec_written_by},
+    softcap::{capped, slope_of_cap},
     vectorized,
 };
 
@@ -153,28 +155,35 @@ pub(crate) struct AttentionInputs<'a, T> {
     pub(crate) value: HeadSlice<'a, T>,
     pub(crate) scale: T,
     pub(crate) causal: bool,
+    /// The number of keys that a causal query sees, at most.
+    pub(crate) window: Option<usize>,
     /// The number of keys of each sequence, from 1 to the length of the keys.
     pub(crate) key_lengths: Option<&'a [usize]>,
     pub(crate) mask: Option<ScoreMask<'a, T>>,
+    pub(crate) softcap: Option<T>,
+    /// One more score for each query head, whose weight is dropped.
+    pub(crate) sinks: Option<&'a [T]>,
 }
 
-/// The numbers of keys that the queries of one sequence see.
+/// The keys that the queries of one sequence see.
 #[derive(Clone, Copy, Debug)]
-struct VisibleKeys {
-    /// The number of keys of the sequence.
-    keys: usize,
-    /// The number of keys that the first query sees; `None` if attention is not causal.
-    keys_of_first_query: Option<usize>,
+pub(crate) struct VisibleKeys {
+    /// The number of keys of the sequence, at least 1.
+    pub(crate) keys: usize,
+    /// The number of keys up to the position of the first query; `None` if attention is not causal.
+    pub(crate) keys_of_first_query: Option<usize>,
+    pub(crate) window: Option<usize>,
 }
 
 impl VisibleKeys {
-    /// Returns the number of keys that a query sees.
+    /// Returns the keys that a query sees: at least one. A query of the padding whose window has no
+    /// other keys sees the last key of its sequence.
     #[inline(always)]
-    fn count(self, query: usize) -> usize {
-        match self.keys_of_first_query {
-            Some(n_keys) => (n_keys + query).min(self.keys),
-            None => self.keys,
-        }
+    pub(crate) fn range(self, query: usize) -> Range<usize> {
+        let Some(n_keys) = self.keys_of_first_query else { return 0..self.keys };
+        let end = n_keys + query;
+        let start = self.window.map_or(0, |window| end.saturating_sub(window));
+        start.min(self.keys - 1)..end.min(self.keys)
     }
 }
 
@@ -190,20 +199,27 @@ impl<T: Float> AttentionInputs<'_, T> {
         // earlier keys.
         let keys_of_first_query =
             self.causal.then(|| self.key.layout.length - self.query.layout.length + 1);
-        VisibleKeys { keys, keys_of_first_query }
+        VisibleKeys { keys, keys_of_first_query, window: self.window }
     }
 
-    /// Computes the scores of a block, in rows with an element for each key.
+    /// Computes the scores of a block before the mask, in rows with an element for each key.
     fn compute_scores(&self, block: &ScoreBlock, out: &mut [T]) {
         let ScoreBlock { head, first_query, queries, first_key, keys, .. } = *block;
         let query = self.query.matrix(head, first_query, queries);
         let key = self.key.matrix(block.key_head(self), first_key, keys);
         let layout = MatrixLayout::rows(queries, keys, keys);
         multiply_into(out, layout, query, key.t(), StoreMode::Set, self.scale);
-        if let Some(mask) = self.mask {
-            for (row, scores) in out.chunks_exact_mut(keys).take(queries).enumerate() {
-                mask.add(head, first_query + row, first_key, scores);
-            }
+        if let Some(cap) = self.softcap {
+            vectorized(CapScores { scores: &mut out[..queries * keys], cap });
+        }
+    }
+
+    /// Adds the mask to the scores of a block.
+    fn add_mask(&self, block: &ScoreBlock, scores: &mut [T]) {
+        let Some(mask) = self.mask else { return };
+        let rows = scores.chunks_exact_mut(block.keys).take(block.queries);
+        for (row, scores) in rows.enumerate() {
+            mask.add(block.head, block.first_query + row, block.first_key, scores);
         }
     }
 }
@@ -218,6 +234,8 @@ struct ScoreBlock {
     queries: usize,
     first_key: usize,
     keys: usize,
+    /// Whether this is the first block of its queries.
+    is_first: bool,
 }
 
 impl ScoreBlock {
@@ -227,14 +245,27 @@ impl ScoreBlock {
         HeadIndex { batch, head: head / inputs.group_size() }
     }
 
-    /// Returns how many keys of the block its query number `row` sees.
+    /// Splits a row of the block, of its query number `row`, into the parts before, in and after the
+    /// query's visible keys. The query may see none of the block.
     #[inline(always)]
-    fn n_visible(&self, row: usize) -> usize {
-        self.visible.count(self.first_query + row).saturating_sub(self.first_key).min(self.keys)
+    fn split_row<'a, T>(&self, row: usize, elements: &'a mut [T]) -> [&'a mut [T]; 3] {
+        let Range { start, end } = self.visible.range(self.first_query + row);
+        let (elements, after) =
+            elements.split_at_mut(end.saturating_sub(self.first_key).min(self.keys));
+        let start = start.saturating_sub(self.first_key).min(elements.len());
+        let (before, seen) = elements.split_at_mut(start);
+        [before, seen, after]
+    }
+
+    /// Returns how the block's products are stored: the first block of some queries writes, and the
+    /// others add.
+    fn store(&self) -> StoreMode {
+        if self.is_first { StoreMode::Set } else { StoreMode::Add }
     }
 }
 
-/// Returns the blocks of a query head with visible keys, ordered by queries.
+/// Returns the blocks of a query head with visible keys, ordered by queries. All queries have a first
+/// block, since each sees a key.
 fn blocks<T: Float>(
     inputs: &AttentionInputs<'_, T>,
     head: HeadIndex,
@@ -243,10 +274,11 @@ fn blocks<T: Float>(
     let visible = inputs.visible_keys(head.batch);
     (0..length).step_by(QUERIES).flat_map(move |first_query| {
         let queries = QUERIES.min(length - first_query);
-        let end = visible.count(first_query + queries - 1);
-        (0..end).step_by(KEYS).map(move |first_key| {
-            let keys = KEYS.min(end - first_key);
-            ScoreBlock { head, visible, first_query, queries, first_key, keys }
+        let start = visible.range(first_query).start;
+        let end = visible.range(first_query + queries - 1).end;
+        (start..end).step_by(KEYS).map(move |first_key| {
+            let (keys, is_first) = (KEYS.min(end - first_key), first_key == start);
+            ScoreBlock { head, visible, first_query, queries, first_key, keys, is_first }
         })
     })
 }
@@ -335,8 +367,8 @@ pub(crate) fn forward<T: Float>(inputs: &AttentionInputs<'_, T>) -> (Vec<T>, Vec
     let HeadLayout { length, heads, size, .. } = layout;
     let mut log_sums = vec![T::ZERO; inputs.batch * heads * length];
     let len = log_sums.len() * size;
-    // SAFETY: One task per head and sequence writes all rows of the head: each query is in a block
-    // with the first key, and this block writes the row of the query.
+    // SAFETY: One task per head and sequence writes all rows of the head: each query has a first
+    // block, and this block writes the row of the query.
     let out = unsafe {
         vec_written_by(len, |start| {
             let out = SharedOutput { start, len };
@@ -367,15 +399,16 @@ fn forward_head<T: Float>(
     scores: &mut [T],
     log_sums: &mut [T],
 ) {
-    let mut state = QueryState::new(log_sums.len());
+    let mut state = QueryState::new(log_sums.len(), inputs.sinks.map(|sinks| sinks[head.head]));
     for block in blocks(inputs, head) {
         let ScoreBlock { first_query, queries, first_key, keys, .. } = block;
         inputs.compute_scores(&block, scores);
+        inputs.add_mask(&block, scores);
         vectorized(WeighScores { block, scores, state: &mut state });
-        let store = if first_key == 0 { StoreMode::Set } else { StoreMode::Add };
+        let store = block.store();
         let weights = MatrixView::contiguous(scores, queries, keys);
         let value = inputs.value.matrix(block.key_head(inputs), first_key, keys);
-        // SAFETY: The head belongs to this task alone. The block of the first keys writes these
+        // SAFETY: The head belongs to this task alone. The first block of these queries writes their
         // rows before any other block adds to them.
         unsafe {
             if store == StoreMode::Add {
@@ -407,8 +440,27 @@ struct QueryState<T> {
 }
 
 impl<T: Float> QueryState<T> {
-    fn new(len: usize) -> Self {
-        Self { top: vec![-T::INFINITY; len], sum: vec![T::ZERO; len], shrink: vec![T::ONE; len] }
+    /// Returns the state before the first block. A sink counts as a score without a value.
+    fn new(len: usize, sink: Option<T>) -> Self {
+        let (top, sum) = sink.map_or((-T::INFINITY, T::ZERO), |sink| (sink, T::ONE));
+        Self { top: vec![top; len], sum: vec![sum; len], shrink: vec![T::ONE; len] }
+    }
+}
+
+/// Replaces each score s by cap·tanh(s / cap).
+struct CapScores<'a, T> {
+    scores: &'a mut [T],
+    cap: T,
+}
+
+impl<T: Float> NullaryFnOnce for CapScores<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        for score in self.scores {
+            *score = capped(*score, self.cap);
+        }
     }
 }
 
@@ -426,7 +478,7 @@ impl<T: Float> NullaryFnOnce for WeighScores<'_, T> {
     fn call(self) {
         let Self { block, scores, state } = self;
         for (row, scores) in scores.chunks_exact_mut(block.keys).take(block.queries).enumerate() {
-            let (seen, hidden) = scores.split_at_mut(block.n_visible(row));
+            let [before, seen, after] = block.split_row(row, scores);
             let query = block.first_query + row;
             let top = state.top[query].max_ignoring_nan(max(seen));
             // While all scores are −∞, their differences from the largest would be NaN, and so
@@ -436,7 +488,8 @@ impl<T: Float> NullaryFnOnce for WeighScores<'_, T> {
                 *score -= base;
             }
             exp_in_place(seen);
-            hidden.fill(T::ZERO);
+            before.fill(T::ZERO);
+            after.fill(T::ZERO);
             state.shrink[query] = (state.top[query] - base).exp();
             state.sum[query] = state.sum[query] * state.shrink[query] + sum1(seen, |weight| weight);
             state.top[query] = top;
@@ -541,7 +594,7 @@ fn backward<T: Float>(
 ) {
     let key_heads = inputs.key.layout.heads;
     (0..inputs.batch * key_heads).into_par_iter().for_each_init(
-        || GradientScratch::new(max_block_elements(inputs)),
+        || GradientScratch::new(max_block_elements(inputs), inputs.softcap.is_some()),
         |scratch, task| {
             let key_head = HeadIndex { batch: task / key_heads, head: task % key_heads };
             // SAFETY: each key head belongs to one task alone, and so do the query heads that share
@@ -555,11 +608,15 @@ fn backward<T: Float>(
 struct GradientScratch<T> {
     weights: Vec<T>,
     grads: Vec<T>,
+    /// The scores before the mask; empty without a soft cap.
+    capped: Vec<T>,
 }
 
 impl<T: Float> GradientScratch<T> {
-    fn new(elements: usize) -> Self {
-        Self { weights: vec![T::ZERO; elements], grads: vec![T::ZERO; elements] }
+    fn new(elements: usize, is_capped: bool) -> Self {
+        let zeros = |elements| vec![T::ZERO; elements];
+        let capped = zeros(if is_capped { elements } else { 0 });
+        Self { weights: zeros(elements), grads: zeros(elements), capped }
     }
 }
 
@@ -592,8 +649,8 @@ unsafe fn backward_head<T: Float>(
         for block in blocks(inputs, head) {
             scratch.fill(inputs, results, block, log_sums, &weighted_sums);
             // SAFETY: The heads belong to this task, as the caller guarantees. The gradients of
-            // keys and values were cleared. Among a query's blocks, the block of the first keys
-            // comes first and writes; the other blocks add.
+            // keys and values were cleared. Among a query's blocks, the first one writes; the other
+            // blocks add.
             unsafe { add_block(inputs, results, layouts, out, &block, scratch) };
         }
     }
@@ -635,15 +692,67 @@ impl<T: Float> GradientScratch<T> {
     ) {
         let ScoreBlock { head, first_query, queries, first_key, keys, .. } = block;
         inputs.compute_scores(&block, &mut self.weights);
+        let len = self.capped.len();
+        self.capped.copy_from_slice(&self.weights[..len]);
+        inputs.add_mask(&block, &mut self.weights);
         let grad = result_layout(inputs).matrix(results.grad, head, first_query, queries);
         let value = inputs.value.matrix(block.key_head(inputs), first_key, keys);
         let layout = MatrixLayout::rows(queries, keys, keys);
         multiply_into(&mut self.grads, layout, grad, value.t(), StoreMode::Set, T::ONE);
         let weights = &mut self.weights[..];
-        let grads = &mut self.grads[..];
+        let grads = &mut self.grads[..queries * keys];
         let scale = inputs.scale;
-        vectorized(DifferentiateScores { block, weights, grads, log_sums, weighted_sums, scale });
+        vectorized(DifferentiateScores {
+            block,
+            weights,
+            grads: &mut *grads,
+            log_sums,
+            weighted_sums,
+            scale,
+        });
+        if let Some(cap) = inputs.softcap {
+            vectorized(MultiplyByCapSlope { grads, capped: &self.capped, cap });
+        }
     }
+}
+
+/// Multiplies the gradients of capped scores by the slope of the cap, which leaves the gradients of
+/// the scores before it.
+struct MultiplyByCapSlope<'a, T> {
+    grads: &'a mut [T],
+    capped: &'a [T],
+    cap: T,
+}
+
+impl<T: Float> NullaryFnOnce for MultiplyByCapSlope<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        for (grad, &capped) in self.grads.iter_mut().zip(self.capped) {
+            *grad *= slope_of_cap(capped, self.cap);
+        }
+    }
+}
+
+/// Returns the gradients of the sinks. Each sequence adds one number, in the order of the batch.
+pub(crate) fn backward_sinks<T: Float>(
+    inputs: &AttentionInputs<'_, T>,
+    results: AttentionResults<'_, T>,
+) -> Vec<T> {
+    let HeadLayout { length, heads, .. } = inputs.query.layout;
+    let grad_of = |task: usize| {
+        let index = HeadIndex { batch: task / heads, head: task % heads };
+        let sink = inputs.sinks.map_or(-T::INFINITY, |sinks| sinks[index.head]);
+        let weighted_sums = sum_weighted_gradients(inputs, results, index);
+        let log_sums = &results.log_sums[task * length..][..length];
+        // The weight of the sink has no value: its gradient is 0.
+        let grads = log_sums.iter().zip(weighted_sums);
+        grads.map(|(&log_sum, sum)| -((sink - log_sum).exp() * sum).to_f64()).sum::<f64>()
+    };
+    let grads: Vec<f64> = (0..inputs.batch * heads).into_par_iter().map(grad_of).collect();
+    let sum = |head| grads.iter().skip(head).step_by(heads).sum();
+    (0..heads).map(|head| T::round_from_f64(sum(head))).collect()
 }
 
 /// Adds the contribution of a block to the gradients of its queries, keys and values.
@@ -651,8 +760,7 @@ impl<T: Float> GradientScratch<T> {
 /// # Safety
 ///
 /// No other thread may access these heads of the gradients meanwhile. The gradients of keys and
-/// values must be initialized, and the gradients of queries too, except for the block of the first
-/// keys.
+/// values must be initialized, and the gradients of queries too, except for their first block.
 unsafe fn add_block<T: Float>(
     inputs: &AttentionInputs<'_, T>,
     results: AttentionResults<'_, T>,
@@ -668,7 +776,7 @@ unsafe fn add_block<T: Float>(
     let query = inputs.query.matrix(head, first_query, queries);
     let key = inputs.key.matrix(key_head, first_key, keys);
     let grad = result_layout(inputs).matrix(results.grad, head, first_query, queries);
-    let store = if first_key == 0 { StoreMode::Set } else { StoreMode::Add };
+    let store = block.store();
     let query_rows = (head, first_query..first_query + queries);
     let key_rows = (key_head, first_key..first_key + keys);
     // SAFETY: as the caller promises.
@@ -718,17 +826,18 @@ impl<T: Float> NullaryFnOnce for DifferentiateScores<'_, T> {
             let query = self.block.first_query + row;
             let log_sum = self.log_sums[query];
             let weighted_sum = self.weighted_sums[query];
-            let n_visible = self.block.n_visible(row);
-            let (seen, hidden) = weights.split_at_mut(n_visible);
+            let [before, seen, after] = self.block.split_row(row, weights);
+            let [grads_before, grads, grads_after] = self.block.split_row(row, grads);
             for score in &mut *seen {
                 *score -= log_sum;
             }
             exp_in_place(seen);
-            for (&mut weight, grad) in seen.iter_mut().zip(&mut grads[..n_visible]) {
+            for (&mut weight, grad) in seen.iter_mut().zip(grads) {
                 *grad = weight * (*grad - weighted_sum) * self.scale;
             }
-            hidden.fill(T::ZERO);
-            grads[n_visible..].fill(T::ZERO);
+            for hidden in [before, after, grads_before, grads_after] {
+                hidden.fill(T::ZERO);
+            }
         }
     }
 }

@@ -10,7 +10,8 @@ use super::{
     float::Float,
     lanes::{max, sum1, sum2},
     memory::{FillBlock, vec_of_blocks},
-    parallel::{block_of, map_chunks, rows_per_block},
+    parallel::{ELEMENTS_PER_BLOCK, block_of, map_chunks, rows_per_block},
+    softcap::{capped, slope_of_cap},
     vectorized,
 };
 
@@ -30,6 +31,60 @@ pub(crate) struct LossRule<T> {
     pub(crate) smoothing: f64,
     /// The weights of the classes.
     pub(crate) class_weights: Option<Vec<T>>,
+    /// The function of the logits before the loss; `None` if it changes nothing.
+    pub(crate) map: Option<LogitMap<T>>,
+}
+
+/// A function of logits: softcap(scale · logit).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LogitMap<T> {
+    pub(crate) scale: Option<T>,
+    pub(crate) softcap: Option<T>,
+}
+
+impl LogitMap<f64> {
+    /// Returns the function in type `T`, or `None` if it changes nothing.
+    pub(crate) fn round<T: Float>(self) -> Option<LogitMap<T>> {
+        let Self { scale, softcap } = self;
+        let [scale, softcap] = [scale, softcap].map(|number| number.map(T::round_from_f64));
+        (scale.is_some() || softcap.is_some()).then_some(LogitMap { scale, softcap })
+    }
+}
+
+impl<T: Float> LogitMap<T> {
+    /// Replaces each logit by its value.
+    pub(crate) fn apply(self, logits: &mut [T]) {
+        map_chunks(logits, ELEMENTS_PER_BLOCK, |_, logits| {
+            vectorized(MapLogits { map: self, logits });
+        });
+    }
+
+    /// Returns the slope at a logit with this value.
+    #[inline(always)]
+    fn slope(self, value: T) -> T {
+        let slope = self.softcap.map_or(T::ONE, |cap| slope_of_cap(value, cap));
+        self.scale.map_or(slope, |scale| slope * scale)
+    }
+}
+
+struct MapLogits<'a, T> {
+    map: LogitMap<T>,
+    logits: &'a mut [T],
+}
+
+impl<T: Float> NullaryFnOnce for MapLogits<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        let LogitMap { scale, softcap } = self.map;
+        if let Some(scale) = scale {
+            self.logits.iter_mut().for_each(|logit| *logit *= scale);
+        }
+        if let Some(cap) = softcap {
+            self.logits.iter_mut().for_each(|logit| *logit = capped(*logit, cap));
+        }
+    }
 }
 
 impl<T: Float> LossRule<T> {
@@ -47,9 +102,18 @@ impl<T: Float> LossRule<T> {
     fn rows_per_block(&self) -> usize {
         rows_per_block(self.classes)
     }
+
+    /// Returns the values of logits, or `None` if they are the logits.
+    pub(crate) fn map_logits(&self, logits: &[T]) -> Option<Vec<T>> {
+        let map = self.map?;
+        let mut values = logits.to_vec();
+        map.apply(&mut values);
+        Some(values)
+    }
 }
 
-/// Returns the sum of the rows' losses, and the logarithm of each row's sum of exponentials.
+/// Returns the sum of the losses of rows of logits, after their [`LogitMap`], and the logarithm of each
+/// row's sum of exponentials.
 pub(crate) fn forward<T: Float>(
     x: &[T],
     targets: &[RowTarget],
@@ -107,7 +171,8 @@ fn loss<T: Float>(x: &[T], class: usize, log_sum: f64, rule: &LossRule<T>) -> f6
     (1.0 - rule.smoothing) * own + rule.smoothing / rule.classes as f64 * all
 }
 
-/// Returns the gradient of the logits, where `grad` is the gradient of the sum.
+/// Returns the gradient of the logits before their map, where `x` are their values, and `grad` is the
+/// gradient of the sum.
 pub(crate) fn backward<T: Float>(
     x: &[T],
     targets: &[RowTarget],
@@ -185,12 +250,17 @@ impl<T: Float> NullaryFnOnce for BackwardKernel<'_, '_, T> {
                 continue;
             }
             let factors = RowFactors::new(rule, total_class_weight, class, weight);
-            factors.replace(self.out.push1(x, |x| x - log_sum), rule, class);
+            let row = self.out.push1(x, |x| x - log_sum);
+            factors.replace(row, rule, class);
+            if let Some(map) = rule.map {
+                row.iter_mut().zip(x).for_each(|(grad, &x)| *grad *= map.slope(x));
+            }
         }
     }
 }
 
-/// Replaces logits by their gradients, for a gradient of the sum of 1. No row may have weight 0.
+/// Replaces the values of logits by the gradients of the logits, for a gradient of the sum of 1. No row
+/// may have weight 0.
 pub(crate) fn backward_in_place<T: Float>(
     x: &mut [T],
     targets: &[RowTarget],
@@ -222,10 +292,13 @@ impl<T: Float> NullaryFnOnce for InPlaceKernel<'_, T> {
         let Self { rule, total_class_weight, .. } = self;
         let rows = self.x.chunks_exact_mut(rule.classes).zip(self.targets).zip(self.log_sums);
         for ((x, &RowTarget { class, weight }), &log_sum) in rows {
+            let slope = |map: LogitMap<T>| x.iter().map(|&x| map.slope(x)).collect::<Vec<_>>();
+            let slopes = rule.map.map(slope).unwrap_or_default();
             for x in &mut *x {
                 *x -= log_sum;
             }
             RowFactors::new(rule, total_class_weight, class, weight).replace(x, rule, class);
+            x.iter_mut().zip(slopes).for_each(|(grad, slope)| *grad *= slope);
         }
     }
 }

@@ -23,6 +23,7 @@ pub(crate) mod memory;
 pub(crate) mod norm;
 pub(crate) mod parallel;
 pub(crate) mod rope;
+mod softcap;
 pub(crate) mod softmax;
 pub(crate) mod vectors;
 

@@ -12,7 +12,7 @@ use super::{
 /// The elements of a row that form a pair.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum PairLayout {
-    /// Elements `i` and `i + size / 2` are a pair.
+    /// Elements `i` and `i + pairs` are a pair.
     Halves,
     /// Elements `2i` and `2i + 1` are a pair.
     Neighbors,
@@ -26,16 +26,18 @@ pub(crate) enum RotationDirection {
     Back,
 }
 
-/// The layout of the rows, and the angles for each position.
+/// The layout of the rows, and the angles for each position. Elements of a row beyond its pairs stay.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rotation<'a, T> {
-    pub(crate) pairs: PairLayout,
+    pub(crate) layout: PairLayout,
     /// The number of elements of a row.
     pub(crate) size: usize,
+    /// The number of pairs of a row, at most half of its elements.
+    pub(crate) pairs: usize,
     /// The number of consecutive rows with the same position.
     pub(crate) rows_per_position: usize,
     pub(crate) positions: usize,
-    /// [positions, size / 2].
+    /// [positions, pairs].
     pub(crate) cos: &'a [T],
     pub(crate) sin: &'a [T],
 }
@@ -68,20 +70,20 @@ impl<T: Float> NullaryFnOnce for RotateRows<'_, '_, T> {
 
     #[inline(always)]
     fn call(self) {
-        let Rotation { pairs, size, rows_per_position, positions: n_positions, cos, sin } =
+        let Rotation { layout, size, pairs, rows_per_position, positions: n_positions, cos, sin } =
             self.rotation;
-        let half = size / 2;
         let direction = match self.direction {
             RotationDirection::Forward => T::ONE,
             RotationDirection::Back => -T::ONE,
         };
         for (row, x) in self.x.chunks_exact(size).enumerate() {
             let position = (self.first_row + row) / rows_per_position % n_positions;
-            let cos = &cos[position * half..][..half];
-            let sin = &sin[position * half..][..half];
-            match pairs {
+            let cos = &cos[position * pairs..][..pairs];
+            let sin = &sin[position * pairs..][..pairs];
+            let (x, rest) = x.split_at(2 * pairs);
+            match layout {
                 PairLayout::Halves => {
-                    let (a, b) = x.split_at(half);
+                    let (a, b) = x.split_at(pairs);
                     self.out
                         .push4(a, b, cos, sin, |a, b, cos, sin| a * cos - b * (direction * sin));
                     self.out
@@ -92,6 +94,9 @@ impl<T: Float> NullaryFnOnce for RotateRows<'_, '_, T> {
                         (a * cos - b * (direction * sin), b * cos + a * (direction * sin))
                     });
                 }
+            }
+            if !rest.is_empty() {
+                self.out.push1(rest, |x| x);
             }
         }
     }

@@ -1,16 +1,13 @@
 //! Attention between its projections.
 
-use candle_core::{D, Result, Tensor};
+use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
 use super::{
     linear::{Linear, linear_b},
     norm::RmsNorm,
 };
-use crate::{
-    config::AttentionConfig,
-    ops::{linear_add_rms_norm, linear_rope},
-};
+use crate::config::AttentionConfig;
 
 /// The sizes of an [`Attention`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,9 +107,9 @@ impl Attention {
 
     /// Attends from each position of `x` [batch, length, hidden].
     ///
-    /// `rotation` contains the cosines and sines [at least length, head size / 2] that rotate
-    /// queries and keys, as in [`rope_thd`](crate::rope_thd); or [batch, length, head size / 2], if
-    /// each row has separate positions.
+    /// `rotation` contains the cosines and sines [at least length, pairs] that rotate queries and keys,
+    /// as in [`rope_thd`](crate::rope_thd), with at most head size / 2 pairs; or [batch, length, pairs],
+    /// if each row has separate positions.
     ///
     /// # Errors
     ///
@@ -141,9 +138,7 @@ impl Attention {
         norm: &RmsNorm,
     ) -> Result<(Tensor, Tensor)> {
         let attended = self.attend(x, rotation, config)?;
-        let (norm_weight, epsilon) = (norm.weight(), norm.eps());
-        let output = self.output.affine();
-        Ok(linear_add_rms_norm::apply(&attended, output, residual, norm_weight, epsilon)?)
+        self.output.forward_add_norm(&attended, residual, norm)
     }
 
     /// Returns the concatenated results of the heads, the input of the output projection.
@@ -153,15 +148,15 @@ impl Attention {
         rotation: Option<(&Tensor, &Tensor)>,
         config: &AttentionConfig,
     ) -> Result<Tensor> {
-        let AttentionSizes { heads, key_heads, .. } = self.sizes;
+        let AttentionSizes { heads, key_heads, head_size, .. } = self.sizes;
         let (query, key) = match rotation {
             None => (
                 self.project_heads(x, &self.query, heads)?,
                 self.project_heads(x, &self.key, key_heads)?,
             ),
-            Some((cos, sin)) => (
-                project_and_rotate(x, &self.query, (cos, sin))?,
-                project_and_rotate(x, &self.key, (cos, sin))?,
+            Some(rotation) => (
+                self.query.forward_rope(x, head_size, rotation)?,
+                self.key.forward_rope(x, head_size, rotation)?,
             ),
         };
         let value = self.project_heads(x, &self.value, key_heads)?;
@@ -173,26 +168,4 @@ impl Attention {
         let (batch, length, _) = x.dims3()?;
         projection.forward(x)?.reshape((batch, length, heads, self.sizes.head_size))
     }
-}
-
-/// Projects `x`, cuts it into heads, and rotates each position by its angles. Angles of two
-/// dimensions are the same for every row, angles of three dimensions differ between rows.
-fn project_and_rotate(
-    x: &Tensor,
-    projection: &Linear,
-    (cos, sin): (&Tensor, &Tensor),
-) -> Result<Tensor> {
-    let projection = projection.affine();
-    if cos.rank() < 3 {
-        return Ok(linear_rope::apply(x, projection, cos, sin)?);
-    }
-    let (batch, length, inputs) = x.dims3()?;
-    // `linear_rope` rotates all rows by the same angles, so join the rows to one long row.
-    let angles = |angles: &Tensor| {
-        angles.broadcast_as((batch, length, angles.dim(D::Minus1)?))?.flatten_to(1)
-    };
-    let row = x.reshape((1, batch * length, inputs))?;
-    let rotated = linear_rope::apply(&row, projection, &angles(cos)?, &angles(sin)?)?;
-    let (_, _, heads, size) = rotated.dims4()?;
-    rotated.reshape((batch, length, heads, size))
 }

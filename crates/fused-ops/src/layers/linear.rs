@@ -1,15 +1,18 @@
 //! Linear layers.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{D, DType, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
 use crate::{
     affine::AffineLayer,
     config::Activation,
+    layers::norm::RmsNorm,
     ops::{
         cross_entropy::{CrossEntropy, CrossEntropyConfig, cross_entropy},
         linear::apply,
+        linear_add_rms_norm,
         linear_cross_entropy::linear_cross_entropy,
+        linear_rope,
     },
 };
 
@@ -98,9 +101,58 @@ impl Linear {
         }
     }
 
+    /// Returns the result for `x` [batch, length, inputs] as rotated heads [batch, length, heads, size]:
+    /// see [`linear_rope`](crate::linear_rope()).
+    ///
+    /// The cosines and sines are those of all rows [at least length, pairs], or [batch, length, pairs], if
+    /// each row has positions of its own.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`linear_rope`](crate::linear_rope()).
+    pub fn forward_rope(
+        &self,
+        x: &Tensor,
+        size: usize,
+        (cos, sin): (&Tensor, &Tensor),
+    ) -> Result<Tensor> {
+        if cos.rank() < 3 {
+            return Ok(linear_rope::apply(x, &self.affine, size, [cos, sin])?);
+        }
+        let (batch, length, inputs) = x.dims3()?;
+        // `linear_rope` rotates all rows by the same angles, so join the rows to one long row.
+        let angles = |angles: &Tensor| {
+            angles.broadcast_as((batch, length, angles.dim(D::Minus1)?))?.flatten_to(1)
+        };
+        let row = x.reshape((1, batch * length, inputs))?;
+        let rotated = linear_rope::apply(&row, &self.affine, size, [&angles(cos)?, &angles(sin)?])?;
+        rotated.reshape((batch, length, (), size))
+    }
+
+    /// Returns `residual` + the result for `x`, and the norm of this sum: see
+    /// [`linear_add_rms_norm`](crate::linear_add_rms_norm()).
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`linear_add_rms_norm`](crate::linear_add_rms_norm()).
+    pub fn forward_add_norm(
+        &self,
+        x: &Tensor,
+        residual: &Tensor,
+        norm: &RmsNorm,
+    ) -> Result<(Tensor, Tensor)> {
+        let (weight, epsilon) = (norm.weight(), norm.eps());
+        Ok(linear_add_rms_norm::apply(x, &self.affine, residual, weight, epsilon)?)
+    }
+
     /// Returns the weight [outputs, inputs], without the adapter.
     pub fn weight(&self) -> &Tensor {
         self.affine.weight()
+    }
+
+    /// Returns the bias \[outputs\], if there is one.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.affine.bias()
     }
 
     /// Returns the activation of the result.

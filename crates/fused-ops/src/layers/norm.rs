@@ -27,7 +27,8 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// Makes a norm of this weight \[hidden\]; `eps` is added to the mean square.
+    /// Makes a norm of this weight \[hidden\]; `eps` is added to the mean square. The weight may be `f32`
+    /// beside inputs of half precision, such as Gemma's 1 + w.
     pub fn new(weight: Tensor, eps: f64) -> Self {
         Self { weight, epsilon: eps }
     }

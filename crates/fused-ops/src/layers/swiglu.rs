@@ -3,11 +3,11 @@
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-use super::{Linear, linear_no_bias};
-use crate::ops::swiglu_mlp;
+use super::linear::{Linear, linear_no_bias};
+use crate::{config::Activation, ops::swiglu_mlp};
 
 /// [`swiglu_mlp`](crate::swiglu_mlp()), with the parameter names of Llama and its relatives: `gate_proj`,
-/// `up_proj` and `down_proj`.
+/// `up_proj` and `down_proj`. The gate may have another [activation](Self::with_activation).
 ///
 /// # Examples
 ///
@@ -28,20 +28,38 @@ pub struct SwiGlu {
     gate: Linear,
     up: Linear,
     down: Linear,
+    activation: Activation,
 }
 
 impl SwiGlu {
-    /// Loads a network of this width, or initializes it as candle-nn does.
+    /// Loads a network of this width without biases, or initializes it as candle-nn does.
     ///
     /// # Errors
     ///
     /// Returns an error if a weight cannot be loaded.
     pub fn new(hidden: usize, width: usize, vb: &VarBuilder<'_>) -> Result<Self> {
-        Ok(Self {
-            gate: linear_no_bias(hidden, width, vb.pp("gate_proj"))?,
-            up: linear_no_bias(hidden, width, vb.pp("up_proj"))?,
-            down: linear_no_bias(width, hidden, vb.pp("down_proj"))?,
-        })
+        Ok(Self::from_layers([
+            linear_no_bias(hidden, width, vb.pp("gate_proj"))?,
+            linear_no_bias(hidden, width, vb.pp("up_proj"))?,
+            linear_no_bias(width, hidden, vb.pp("down_proj"))?,
+        ]))
+    }
+
+    /// Makes a network of the layers gate, up and down, which may have biases.
+    pub fn from_layers([gate, up, down]: [Linear; 3]) -> Self {
+        Self { gate, up, down, activation: Activation::Silu }
+    }
+
+    /// Returns the layers gate, up and down.
+    pub fn layers(&self) -> [&Linear; 3] {
+        [&self.gate, &self.up, &self.down]
+    }
+
+    /// Applies `activation` to the gate in place of SiLU: [`GeluTanh`](Activation::GeluTanh) makes the
+    /// network of Gemma (GEGLU).
+    #[must_use]
+    pub fn with_activation(self, activation: Activation) -> Self {
+        Self { activation, ..self }
     }
 
     /// Returns `residual` + the result for `x`, of one shape.
@@ -55,7 +73,7 @@ impl SwiGlu {
 
     fn apply(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
         let layers = [&self.gate, &self.up, &self.down].map(Linear::affine);
-        Ok(swiglu_mlp::apply(x, layers, residual)?)
+        Ok(swiglu_mlp::apply(x, layers, self.activation, residual)?)
     }
 }
 

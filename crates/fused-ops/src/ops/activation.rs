@@ -1,8 +1,10 @@
-//! GELU, SiLU and ReLU, and SwiGLU, which gates by one of them.
+//! GELU, SiLU and ReLU, and SwiGLU and GEGLU, which gate by them.
 //!
 //! Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv 1606.08415; Ramachandran, Zoph and
 //! Le, "Searching for Activation Functions", arXiv 1710.05941; Shazeer, "GLU Variants Improve
 //! Transformer", arXiv 2002.05202.
+
+use std::marker::PhantomData;
 
 use candle_core::Tensor;
 
@@ -135,21 +137,60 @@ fn fused<T: Float>(x: &Tensor, activation: Activation) -> Result<Tensor> {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    check_shape("swiglu", "up", up, gate.dims())?;
-    route!("swiglu", [gate, up], fused_swiglu(gate, up), composed::swiglu(gate, up))
+    gated("swiglu", Activation::Silu, gate, up)
 }
 
-fn fused_swiglu<T: Float>(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+/// Returns gelu(gate) · up, the middle of Gemma's feed-forward network, with the GELU of [`gelu_tanh`].
+///
+/// # Shapes
+///
+/// Like [`swiglu`].
+///
+/// # Determinism
+///
+/// Like [`gelu`].
+///
+/// # Errors
+///
+/// The errors of [`swiglu`].
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// let gate = Tensor::new(&[0.0_f64, 100.0], &Device::Cpu)?;
+/// let up = Tensor::new(&[7.0_f64, 0.5], &Device::Cpu)?;
+/// assert_eq!(fused_ops::geglu(&gate, &up)?.to_vec1::<f64>()?, [0.0, 50.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn geglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    gated("geglu", Activation::GeluTanh, gate, up)
+}
+
+fn gated(op: &'static str, form: Activation, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    check_shape(op, "up", up, gate.dims())?;
+    route!(op, [gate, up], fused_gated(gate, up, form), composed::gated(form, gate, up))
+}
+
+fn fused_gated<T: Float>(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
     let gate = &gate.contiguous()?;
     let up = &up.contiguous()?;
-    let y = kernel::swiglu::<T>(CpuSlice::new(gate).as_slice()?, CpuSlice::new(up).as_slice()?);
-    record(&[gate, up], y, gate.shape().clone(), SwiGlu::<T>(std::marker::PhantomData))
+    let y = {
+        let [gate, up] = [gate, up].map(CpuSlice::new);
+        kernel::gated::<T>(activation, gate.as_slice()?, up.as_slice()?)
+    };
+    let backward = Gated::<T> { activation, float: PhantomData };
+    record(&[gate, up], y, gate.shape().clone(), backward)
 }
 
-struct SwiGlu<T>(std::marker::PhantomData<T>);
+struct Gated<T> {
+    activation: Activation,
+    float: PhantomData<T>,
+}
 
-impl<T: Float> Backward for SwiGlu<T> {
-    const NAME: &'static str = "fused-swiglu";
+impl<T: Float> Backward for Gated<T> {
+    const NAME: &'static str = "fused-gate";
 
     fn backward(
         &self,
@@ -162,7 +203,7 @@ impl<T: Float> Backward for SwiGlu<T> {
         let grad = CpuSlice::new(grad);
         let mut grad_up = grad.as_slice::<T>()?.to_vec();
         let [grad_gate, _] =
-            kernel::swiglu_backward(gate.as_slice()?, up.as_slice()?, &mut grad_up);
+            kernel::gated_backward(self.activation, gate.as_slice()?, up.as_slice()?, &mut grad_up);
         let shape = inputs[0].shape();
         Ok(vec![Some(cpu_tensor(grad_gate, shape)?), Some(cpu_tensor(grad_up, shape)?)])
     }

@@ -14,7 +14,8 @@ use crate::{
         attention::{self, AttentionInputs, AttentionResults, HeadLayout, HeadSlice, ScoreMask},
         float::Float,
     },
-    route::{check_shape, route},
+    route::{check_positive, check_shape, route},
+    weight::parameter_grad,
 };
 
 const OP: &str = "attention";
@@ -25,7 +26,8 @@ const OP: &str = "attention";
 /// neighboring query heads share one key and value head (grouped-query attention).
 ///
 /// Scores are computed block by block, and again in the backward pass, so memory grows with the
-/// length of the sequences, not with its square. Blocks that a causal mask hides are not computed.
+/// length of the sequences, not with its square. Blocks that a causal mask or a window hides are not
+/// computed. [`AttentionConfig`] has the options: padding, mask, window, soft cap and sinks.
 ///
 /// # Shapes
 ///
@@ -36,14 +38,16 @@ const OP: &str = "attention";
 /// # Determinism
 ///
 /// On one processor model, results have the same bits for any number of threads, and for a sequence
-/// alone or in a batch. Matrix products differ between processor models.
+/// alone or in a batch. Matrix products differ between processor models. The gradient of sinks is
+/// summed in f64, over the queries of a sequence and then over the batch.
 ///
 /// # Errors
 ///
 /// [`Shape`](Error::Shape) if shapes do not fit each other or a causal query has no key,
 /// [`Gradient`](Error::Gradient) if the mask depends on a variable, [`OutOfRange`](Error::OutOfRange) if
-/// a key length is 0 or exceeds the number of keys, [`DType`](Error::DType) if the inputs differ in
-/// type or have no floating type, [`Device`](Error::Device) if they are on different devices.
+/// a key length is 0 or exceeds the number of keys, if a window is 0 or attention is not causal, or if a
+/// soft cap is not a positive number, [`DType`](Error::DType) if the inputs differ in type or have no
+/// floating type, [`Device`](Error::Device) if they are on different devices.
 ///
 /// # Examples
 ///
@@ -66,11 +70,11 @@ pub fn attention(
     config: &AttentionConfig,
 ) -> Result<Tensor> {
     let sizes = AttentionSizes::new(query, key, value)?;
-    check(config, &sizes)?;
+    check(config, &sizes, query)?;
     route!(
         "attention",
         [query, key, value],
-        fused(query, key, value, config),
+        fused([query, key, value], config),
         composed::attention(query, key, value, config),
     )
 }
@@ -114,7 +118,7 @@ pub fn attention_packed(
     config: &AttentionConfig,
 ) -> Result<Tensor> {
     let sizes = AttentionSizes::new_packed(qkv, heads, key_heads)?;
-    check(config, &sizes)?;
+    check(config, &sizes, qkv)?;
     route!(
         "attention",
         [qkv],
@@ -188,7 +192,8 @@ impl AttentionSizes {
     }
 }
 
-fn check(config: &AttentionConfig, sizes: &AttentionSizes) -> Result<()> {
+/// Checks the options for inputs of these sizes, of which `x` is the first.
+fn check(config: &AttentionConfig, sizes: &AttentionSizes, x: &Tensor) -> Result<()> {
     if config.causal && sizes.queries > sizes.keys {
         let expected = format!("no more than {} queries, since it is causal", sizes.keys);
         let found = vec![sizes.batch, sizes.queries, sizes.heads, sizes.size];
@@ -199,6 +204,29 @@ fn check(config: &AttentionConfig, sizes: &AttentionSizes) -> Result<()> {
     }
     if let Some(mask) = &config.mask {
         check_mask(mask, sizes)?;
+    }
+    if let Some(window) = config.window.filter(|&window| window == 0 || !config.causal) {
+        let expected = if config.causal { "at least 1" } else { "absent, as it is not causal" };
+        return Err(Error::out_of_range(OP, "the window", &window, expected));
+    }
+    if let Some(cap) = config.softcap {
+        check_positive(OP, "the soft cap", cap)?;
+    }
+    match &config.sinks {
+        Some(sinks) => check_sinks(sinks, sizes, x),
+        None => Ok(()),
+    }
+}
+
+fn check_sinks(sinks: &Tensor, sizes: &AttentionSizes, x: &Tensor) -> Result<()> {
+    check_shape(OP, "sinks", sinks, &[sizes.heads])?;
+    let [first, other] = [x, sinks].map(|tensor| tensor.device().location());
+    if first != other {
+        return Err(Error::Device { op: OP, first, other });
+    }
+    if !sinks.dtype().is_float() {
+        let expected = "a floating type";
+        return Err(Error::DType { op: OP, input: "sinks", found: sinks.dtype(), expected });
     }
     Ok(())
 }
@@ -271,10 +299,17 @@ fn head_layout(tensor: &Tensor) -> HeadLayout {
     }
 }
 
+/// Returns the sinks of `config` in type `T`, if there are any.
+fn sinks<T: Float>(config: &AttentionConfig) -> Result<Option<Tensor>> {
+    let convert = |sinks: &Tensor| sinks.to_dtype(T::DTYPE)?.contiguous();
+    Ok(config.sinks.as_ref().map(convert).transpose()?)
+}
+
 /// Calls `compute` with the inputs of the kernels. `inputs` are the query, the key and the value,
 /// each with the layout of its heads.
 fn with_inputs<T: Float, R>(
     inputs: [(&Tensor, HeadLayout); 3],
+    sinks: Option<&Tensor>,
     sizes: &AttentionSizes,
     config: &AttentionConfig,
     compute: impl FnOnce(&AttentionInputs<'_, T>) -> R,
@@ -289,6 +324,7 @@ fn with_inputs<T: Float, R>(
     };
     let [query, key, value] = inputs.map(|(tensor, _)| CpuSlice::new(tensor));
     let [query_layout, key_layout, value_layout] = inputs.map(|(_, layout)| layout);
+    let sinks = sinks.map(CpuSlice::new);
     Ok(compute(&AttentionInputs {
         batch: sizes.batch,
         query: HeadSlice { data: query.offset_slice()?, layout: query_layout },
@@ -296,28 +332,44 @@ fn with_inputs<T: Float, R>(
         value: HeadSlice { data: value.offset_slice()?, layout: value_layout },
         scale: T::round_from_f64(config.scale(sizes.size)),
         causal: config.causal,
+        window: config.window,
         key_lengths: config.key_lengths.as_deref(),
         mask: score_mask,
+        softcap: config.softcap.map(T::round_from_f64),
+        sinks: sinks.as_ref().map(CpuSlice::as_slice).transpose()?,
     }))
 }
 
-fn fused<T: Float>(
-    query: &Tensor,
-    key: &Tensor,
-    value: &Tensor,
-    config: &AttentionConfig,
-) -> Result<Tensor> {
-    let query = &with_dense_heads(query)?;
-    let key = &with_dense_heads(key)?;
-    let value = &with_dense_heads(value)?;
+/// Returns the options that the backward pass needs; the sinks are an input of it.
+fn without_sinks(config: &AttentionConfig) -> AttentionConfig {
+    AttentionConfig { sinks: None, ..config.clone() }
+}
+
+/// Returns the gradient of the sinks, if the operation has this last input.
+fn sink_grads<T: Float>(
+    sinks: Option<&&Tensor>,
+    inputs: &AttentionInputs<'_, T>,
+    results: AttentionResults<'_, T>,
+) -> Result<Vec<Option<Tensor>>> {
+    let grad = |sinks| parameter_grad(sinks, || Ok(attention::backward_sinks(inputs, results)));
+    sinks.into_iter().map(|sinks| grad(sinks)).collect()
+}
+
+fn fused<T: Float>(inputs: [&Tensor; 3], config: &AttentionConfig) -> Result<Tensor> {
+    let [query, key, value] = inputs.map(with_dense_heads);
+    let [query, key, value] = [&query?, &key?, &value?];
     let sizes = AttentionSizes::new(query, key, value)?;
-    let inputs = [query, key, value].map(|tensor| (tensor, head_layout(tensor)));
-    let (y, log_sums) = with_inputs::<T, _>(inputs, &sizes, config, attention::forward)?;
+    let sinks = sinks::<T>(config)?;
+    let layouts = [query, key, value].map(|tensor| (tensor, head_layout(tensor)));
+    let (y, log_sums) =
+        with_inputs::<T, _>(layouts, sinks.as_ref(), &sizes, config, attention::forward)?;
     let shape = Shape::from((sizes.batch, sizes.queries, sizes.heads, value.dims()[3]));
-    record(&[query, key, value], y, shape, UnpackedAttention { config: config.clone(), log_sums })
+    let inputs: Vec<_> = [query, key, value].into_iter().chain(&sinks).collect();
+    record(&inputs, y, shape, UnpackedAttention { config: without_sinks(config), log_sums })
 }
 
 struct UnpackedAttention<T> {
+    /// Without sinks, which are an input.
     config: AttentionConfig,
     log_sums: Vec<T>,
 }
@@ -340,14 +392,16 @@ impl<T: Float> Backward for UnpackedAttention<T> {
             grad: out_grad.as_slice()?,
             log_sums: &self.log_sums,
         };
-        let input_grads = with_inputs::<T, _>(with_layouts, &sizes, &self.config, |slices| {
-            attention::backward_separate(slices, results)
-        })?;
-        input_grads
-            .into_iter()
-            .zip(inputs)
-            .map(|(input_grad, input)| Ok(Some(cpu_tensor(input_grad, input.shape())?)))
-            .collect()
+        let sinks = inputs.get(3);
+        with_inputs::<T, _>(with_layouts, sinks.copied(), &sizes, &self.config, |slices| {
+            let input_grads = attention::backward_separate(slices, results);
+            let grads = input_grads.into_iter().zip(inputs);
+            let mut grads = grads
+                .map(|(grad, input)| Ok(Some(cpu_tensor(grad, input.shape())?)))
+                .collect::<Result<Vec<_>>>()?;
+            grads.extend(sink_grads(sinks, slices, results)?);
+            Ok(grads)
+        })?
     }
 }
 
@@ -368,14 +422,18 @@ fn fused_packed<T: Float>(
     config: &AttentionConfig,
 ) -> Result<Tensor> {
     let qkv = &qkv.contiguous()?;
-    let inputs = packed_layouts(&sizes).map(|layout| (qkv, layout));
-    let (y, log_sums) = with_inputs::<T, _>(inputs, &sizes, config, attention::forward)?;
+    let sinks = sinks::<T>(config)?;
+    let layouts = packed_layouts(&sizes).map(|layout| (qkv, layout));
+    let (y, log_sums) =
+        with_inputs::<T, _>(layouts, sinks.as_ref(), &sizes, config, attention::forward)?;
     let shape = Shape::from((sizes.batch, sizes.queries, sizes.heads * sizes.size));
-    record(&[qkv], y, shape, PackedAttention { sizes, config: config.clone(), log_sums })
+    let inputs: Vec<_> = [qkv].into_iter().chain(&sinks).collect();
+    record(&inputs, y, shape, PackedAttention { sizes, config: without_sinks(config), log_sums })
 }
 
 struct PackedAttention<T> {
     sizes: AttentionSizes,
+    /// Without sinks, which are an input.
     config: AttentionConfig,
     log_sums: Vec<T>,
 }
@@ -398,9 +456,12 @@ impl<T: Float> Backward for PackedAttention<T> {
             grad: out_grad.as_slice()?,
             log_sums: &self.log_sums,
         };
-        let qkv_grad = with_inputs::<T, _>(with_layouts, &self.sizes, &self.config, |slices| {
-            attention::backward_packed(slices, results, qkv.elem_count())
-        })?;
-        Ok(vec![Some(cpu_tensor(qkv_grad, qkv.shape())?)])
+        let sinks = inputs.get(1);
+        with_inputs::<T, _>(with_layouts, sinks.copied(), &self.sizes, &self.config, |slices| {
+            let grad = attention::backward_packed(slices, results, qkv.elem_count());
+            let mut grads = vec![Some(cpu_tensor(grad, qkv.shape())?)];
+            grads.extend(sink_grads(sinks, slices, results)?);
+            Ok(grads)
+        })?
     }
 }

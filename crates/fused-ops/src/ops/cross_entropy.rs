@@ -7,11 +7,11 @@ use crate::{
     composed,
     error::{Error, Result},
     kernels::{
-        cross_entropy::{self as kernel, LossRule, RowTarget},
+        cross_entropy::{self as kernel, LogitMap, LossRule, RowTarget},
         float::Float,
     },
     ops::embedding::{check_index, read_integers},
-    route::{check_shape, last_dim, route},
+    route::{check_positive, check_shape, is_half, last_dim, route},
 };
 
 const OP: &str = "cross_entropy";
@@ -33,6 +33,12 @@ pub struct CrossEntropyConfig {
     /// The weight of each class's loss \[classes\], like PyTorch's `weight`. Default: `None`,
     /// all 1.
     pub class_weights: Option<Tensor>,
+    /// The factor of the logits before the loss. Default: `None`, 1.
+    pub logit_scale: Option<f64>,
+    /// The bound c of a scaled logit l, which becomes c·tanh(l / c) before the loss. Default: `None`.
+    ///
+    /// Gemma Team, "Gemma 2", arXiv 2408.00118.
+    pub softcap: Option<f64>,
 }
 
 impl CrossEntropyConfig {
@@ -61,6 +67,36 @@ impl CrossEntropyConfig {
     #[must_use]
     pub fn with_class_weights(mut self, weights: Tensor) -> Self {
         self.class_weights = Some(weights);
+        self
+    }
+
+    /// Multiplies the logits by a factor before the loss, such as 1 / `logits_scaling` of Granite.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use fused_ops::{CrossEntropyConfig, cross_entropy};
+    ///
+    /// let logits = Tensor::new(&[[1000.0_f64, 0.0]], &Device::Cpu)?;
+    /// let target = Tensor::new(&[1_u32], &Device::Cpu)?;
+    /// let loss = |config| cross_entropy(&logits, &target, &config)?.sum.to_scalar::<f64>();
+    /// let scaled = loss(CrossEntropyConfig::default().with_logit_scale(0.001))?;
+    /// assert!((scaled - (1.0 + 1.0_f64.exp()).ln()).abs() < 1e-12);
+    /// let capped = loss(CrossEntropyConfig::default().with_softcap(1.0))?;
+    /// assert!((scaled - capped).abs() < 1e-12); // tanh(1000) is 1
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn with_logit_scale(mut self, scale: f64) -> Self {
+        self.logit_scale = Some(scale);
+        self
+    }
+
+    /// Bounds the scaled logits: see [`softcap`](Self::softcap).
+    #[must_use]
+    pub fn with_softcap(mut self, cap: f64) -> Self {
+        self.softcap = Some(cap);
         self
     }
 }
@@ -112,7 +148,8 @@ impl CrossEntropy {
 /// # Errors
 ///
 /// [`OutOfRange`](Error::OutOfRange) if a target is not a class, [`Shape`](Error::Shape) if the shapes do not
-/// fit, [`OutOfRange`](Error::OutOfRange) if the smoothing is not in [0, 1],
+/// fit, [`OutOfRange`](Error::OutOfRange) if the smoothing is not in [0, 1], or if a scale or soft cap is
+/// not a finite number above 0,
 /// [`Gradient`](Error::Gradient) if weights depend on a variable, [`DType`](Error::DType) if
 /// targets are not integers or logits have no floating type.
 ///
@@ -139,8 +176,8 @@ pub fn cross_entropy(
     check_shape(OP, "targets", targets, &logits.dims()[..logits.rank() - 1])?;
     let targets = WeightedTargets::read(OP, targets, config, classes)?;
     let weight = targets.total_weight();
-    let is_half = matches!(logits.dtype(), DType::F16 | DType::BF16);
-    let logits = &if is_half { logits.to_dtype(DType::F32)? } else { logits.clone() };
+    let logits =
+        &if is_half(logits.dtype()) { logits.to_dtype(DType::F32)? } else { logits.clone() };
     let sum =
         route!("cross_entropy", [logits], fused(logits, targets), targets.composed_loss(logits),)?;
     Ok(CrossEntropy { sum, weight })
@@ -151,6 +188,7 @@ pub(crate) struct WeightedTargets {
     pub(crate) rows: Vec<RowTarget>,
     class_weights: Option<Vec<f64>>,
     smoothing: f64,
+    map: LogitMap<f64>,
 }
 
 impl WeightedTargets {
@@ -166,6 +204,7 @@ impl WeightedTargets {
             class_weights: read_floats(config.class_weights.as_ref())?,
             rows: row_targets(op, targets, config, classes)?,
             smoothing: config.label_smoothing,
+            map: LogitMap { scale: config.logit_scale, softcap: config.softcap },
         })
     }
 
@@ -182,12 +221,15 @@ impl WeightedTargets {
     pub(crate) fn rule<T: Float>(&self, classes: usize) -> LossRule<T> {
         let round = |weights: &Vec<f64>| weights.iter().map(|&w| T::round_from_f64(w)).collect();
         let class_weights = self.class_weights.as_ref().map(round);
-        LossRule { classes, smoothing: self.smoothing, class_weights }
+        LossRule { classes, smoothing: self.smoothing, class_weights, map: self.map.round() }
     }
 
     /// Returns the loss in candle's operations.
     pub(crate) fn composed_loss(&self, logits: &Tensor) -> Result<Tensor> {
-        composed::cross_entropy(logits, &self.rows, self.smoothing, self.class_weights.as_deref())
+        let class_weights = self.class_weights.as_deref();
+        let LogitMap { scale, softcap } = self.map;
+        let logits = scale.map_or(Ok(logits.clone()), |scale| logits * scale)?;
+        composed::cross_entropy(&logits, &self.rows, self.smoothing, class_weights, softcap)
     }
 }
 
@@ -200,6 +242,12 @@ fn check(
     let smoothing = config.label_smoothing;
     if !(0.0..=1.0).contains(&smoothing) {
         return Err(Error::out_of_range(op, "label smoothing", &smoothing, "from 0 to 1"));
+    }
+    if let Some(scale) = config.logit_scale {
+        check_positive(op, "the scale of logits", scale)?;
+    }
+    if let Some(cap) = config.softcap {
+        check_positive(op, "the soft cap", cap)?;
     }
     check_weights(op, "row_weights", config.row_weights.as_ref(), targets.dims())?;
     check_weights(op, "class_weights", config.class_weights.as_ref(), &[classes])
@@ -248,8 +296,13 @@ fn row_targets(
 fn fused<T: Float>(logits: &Tensor, targets: WeightedTargets) -> Result<Tensor> {
     let logits = &logits.contiguous()?;
     let rule = targets.rule(logits.dims()[logits.rank() - 1]);
-    let (sum, log_sums) = kernel::forward(CpuSlice::new(logits).as_slice()?, &targets.rows, &rule);
+    let mapped = rule.map_logits(CpuSlice::new(logits).as_slice()?);
+    let (sum, log_sums) = {
+        let logits = CpuSlice::new(logits);
+        kernel::forward(mapped.as_deref().unwrap_or(logits.as_slice()?), &targets.rows, &rule)
+    };
     record_unary(logits, vec![T::round_from_f64(sum)], Shape::from(()), move |x, _, grad| {
+        let x = mapped.as_deref().unwrap_or(x);
         Ok(kernel::backward(x, &targets.rows, &log_sums, &rule, grad[0].to_f64()))
     })
 }

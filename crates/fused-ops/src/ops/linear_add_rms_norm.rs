@@ -75,10 +75,10 @@ pub(crate) fn apply(
     let sum_shape = [&x.dims()[..x.rank() - 1], &[hidden]].concat();
     check_shape(OP, "residual", residual, &sum_shape)?;
     check_shape(OP, "norm_weight", norm_weight, &[hidden])?;
-    let inputs = [("x", x), ("residual", residual), ("norm_weight", norm_weight)];
+    let inputs = [("x", x), ("residual", residual)];
     let inputs: Vec<_> = inputs.into_iter().chain(layer.named(NAMES)).collect();
     let inputs_of_norm = [residual, norm_weight];
-    match Route::new(OP, &inputs)? {
+    match Route::with_parameters(OP, &inputs, &[("norm_weight", norm_weight)])? {
         Route::F32 => fused::<f32>(x, layer, inputs_of_norm, epsilon),
         Route::F64 => fused::<f64>(x, layer, inputs_of_norm, epsilon),
         Route::Half(half) => {

@@ -158,6 +158,9 @@ impl<T: Float> LinearCrossEntropy<T> {
         let (classes, hidden) = weight.dims2()?;
         let targets: Vec<RowTarget> = rows.iter().map(|&row| self.targets[row]).collect();
         write_times_weight(weight, x, rows.len(), logits)?;
+        if let Some(map) = self.rule.map {
+            map.apply(logits);
+        }
         let (sum, log_sums) = cross_entropy::forward(logits, &targets, &self.rule);
         if grads.x.is_none() && grads.weight.is_none() {
             return Ok(sum);

@@ -11,7 +11,7 @@ use crate::{
         float::Float,
         rope::{PairLayout, RotationDirection},
     },
-    ops::rope::{RopeAngles, check_angles},
+    ops::rope::{HeadRotation, check_angles},
     route::{Route, last_dim},
 };
 
@@ -25,8 +25,9 @@ const NAMES: [&str; 2] = ["weight", "bias"];
 ///
 /// # Shapes
 ///
-/// `x` [batch, length, inputs], `weight` [heads · size, inputs], `bias` [heads · size], `cos` and
-/// `sin` [at least length, size / 2]; the result is [batch, length, heads, size].
+/// `x` [batch, length, inputs], `weight` [heads · `head_size`, inputs], `bias` [heads · `head_size`], `cos`
+/// and `sin` [at least length, pairs], with pairs from 1 to `head_size` / 2; the result is [batch, length,
+/// heads, `head_size`].
 ///
 /// # Determinism
 ///
@@ -36,7 +37,7 @@ const NAMES: [&str; 2] = ["weight", "bias"];
 /// # Errors
 ///
 /// The errors of [`linear`](crate::linear()) and [`rope_thd`](crate::rope_thd); [`Shape`](Error::Shape) also
-/// if the number of outputs is not a multiple of the size of a head.
+/// if the number of outputs is not a multiple of `head_size`.
 ///
 /// # Examples
 ///
@@ -48,7 +49,7 @@ const NAMES: [&str; 2] = ["weight", "bias"];
 /// let x = Tensor::new(&[[[1.0_f32, 2.0]]], &Device::Cpu)?;
 /// let weight = Tensor::new(&[[3.0_f32, 0.0], [0.0, 1.0]], &Device::Cpu)?;
 /// let (cos, sin) = (Tensor::new(&[[0.0_f32]], &Device::Cpu)?, Tensor::new(&[[1.0_f32]], &Device::Cpu)?);
-/// let y = linear_rope(&x, &weight, None, &cos, &sin)?;
+/// let y = linear_rope(&x, &weight, None, 2, &cos, &sin)?;
 /// assert_eq!(y.dims(), [1, 1, 1, 2]);
 /// assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, [-2.0, 3.0]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -57,34 +58,38 @@ pub fn linear_rope(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
+    head_size: usize,
     cos: &Tensor,
     sin: &Tensor,
 ) -> Result<Tensor> {
-    apply(x, &AffineLayer::new(weight, bias), cos, sin)
+    apply(x, &AffineLayer::new(weight, bias), head_size, [cos, sin])
 }
 
 /// Projects by a layer with or without an adapter, and rotates.
-pub(crate) fn apply(x: &Tensor, layer: &AffineLayer, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    let (length, heads) = check(x, layer, cos)?;
-    let half = cos.dims()[1];
-    check_angles(OP, ("cos", cos), length, half)?;
-    check_angles(OP, ("sin", sin), length, half)?;
+pub(crate) fn apply(
+    x: &Tensor,
+    layer: &AffineLayer,
+    head_size: usize,
+    [cos, sin]: [&Tensor; 2],
+) -> Result<Tensor> {
+    let (length, heads) = check(x, layer, head_size)?;
+    check_angles(OP, [cos, sin], length, head_size / 2)?;
     let cos = &cos.narrow(0, 0, length)?;
     let sin = &sin.narrow(0, 0, length)?;
     let inputs = [("x", x), ("cos", cos), ("sin", sin)].into_iter().chain(layer.named(NAMES));
     match Route::new(OP, &inputs.collect::<Vec<_>>())? {
-        Route::F32 => fused::<f32>(x, layer, cos, sin),
-        Route::F64 => fused::<f64>(x, layer, cos, sin),
+        Route::F32 => fused::<f32>(x, layer, heads, [cos, sin]),
+        Route::F64 => fused::<f64>(x, layer, heads, [cos, sin]),
         Route::Half(half) => {
             let [x, cos, sin] = [x, cos, sin].map(|tensor| tensor.to_dtype(DType::F32));
-            Ok(fused::<f32>(&x?, &layer.to_f32()?, &cos?, &sin?)?.to_dtype(half)?)
+            Ok(fused::<f32>(&x?, &layer.to_f32()?, heads, [&cos?, &sin?])?.to_dtype(half)?)
         }
         Route::Composed => Ok(composed::split_and_rotate(&layer.composed(x)?, heads, cos, sin)?),
     }
 }
 
 /// Checks the shapes, and returns the number of positions and the number of heads.
-fn check(x: &Tensor, layer: &AffineLayer, cos: &Tensor) -> Result<(usize, usize)> {
+fn check(x: &Tensor, layer: &AffineLayer, head_size: usize) -> Result<(usize, usize)> {
     let shape = |input, tensor: &Tensor, expected: String| {
         Err(Error::Shape { op: OP, input, found: tensor.dims().to_vec(), expected })
     };
@@ -92,35 +97,38 @@ fn check(x: &Tensor, layer: &AffineLayer, cos: &Tensor) -> Result<(usize, usize)
     let &[_, length, _] = x.dims() else {
         return shape("x", x, "[batch, length, inputs]".to_owned());
     };
-    match *cos.dims() {
-        [_, half] if half > 0 && outputs.is_multiple_of(2 * half) => {
-            Ok((length, outputs / (2 * half)))
-        }
-        [_, half] if half > 0 => {
-            shape("weight", layer.weight(), format!("rows that are a multiple of {}", 2 * half))
-        }
-        _ => shape("cos", cos, "[positions, at least one pair]".to_owned()),
+    if head_size < 2 || head_size % 2 == 1 {
+        let expected = "even, and at least 2";
+        return Err(Error::out_of_range(OP, "the size of a head", &head_size, expected));
     }
+    if !outputs.is_multiple_of(head_size) {
+        return shape("weight", layer.weight(), format!("rows that are a multiple of {head_size}"));
+    }
+    Ok((length, outputs / head_size))
 }
 
-fn fused<T: Float>(x: &Tensor, layer: &AffineLayer, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+fn fused<T: Float>(
+    x: &Tensor,
+    layer: &AffineLayer,
+    heads: usize,
+    [cos, sin]: [&Tensor; 2],
+) -> Result<Tensor> {
     let x = x.contiguous()?;
     let layer = layer.contiguous()?;
     let inputs: Vec<_> = [&x].into_iter().chain(layer.tensors()).collect();
     let (batch, length, _) = x.dims3()?;
-    let size = 2 * cos.dims()[1];
-    let heads = layer.weight().dims()[0] / size;
+    let size = layer.weight().dims()[0] / heads.max(1);
     let projection = layer.forward::<T>(CpuSlice::new(&x).as_slice()?, n_rows(&x))?;
-    let angles = RopeAngles::new(cos, sin)?;
-    let y = angles.rotate(&projection, PairLayout::Halves, heads, RotationDirection::Forward)?;
+    let rotation = HeadRotation::new(cos, sin, PairLayout::Halves, heads, size)?;
+    let y = rotation.rotate(&projection, RotationDirection::Forward)?;
     let float = std::marker::PhantomData::<T>;
-    let backward = LinearRope { layer: layer.clone(), angles, float };
+    let backward = LinearRope { layer: layer.clone(), rotation, float };
     record(&inputs, y, (batch, length, heads, size).into(), backward)
 }
 
 struct LinearRope<T> {
     layer: AffineLayer,
-    angles: RopeAngles,
+    rotation: HeadRotation,
     float: std::marker::PhantomData<T>,
 }
 
@@ -130,17 +138,12 @@ impl<T: Float> Backward for LinearRope<T> {
     fn backward(
         &self,
         inputs: &[&Tensor],
-        y: &Tensor,
+        _: &Tensor,
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
-        let heads = y.dims()[2];
         let grad_y = CpuSlice::new(grad);
-        let projection_grad = self.angles.rotate::<T>(
-            grad_y.as_slice()?,
-            PairLayout::Halves,
-            heads,
-            RotationDirection::Back,
-        )?;
+        let projection_grad =
+            self.rotation.rotate::<T>(grad_y.as_slice()?, RotationDirection::Back)?;
         self.layer.backward(inputs[0], &projection_grad)
     }
 }

@@ -19,7 +19,9 @@ use crate::{
 
 /// Divides each row by the root of its mean square, then multiplies it by `weight`.
 ///
-/// `epsilon` is added to the mean square, so that a row of zeros stays a row of zeros.
+/// `epsilon` is added to the mean square, so that a row of zeros stays a row of zeros. Beside `x` of
+/// half precision, `weight` may be `f32`: the product is rounded once, so Gemma's weight 1 + w, computed
+/// in `f32`, keeps its digits.
 ///
 /// # Shapes
 ///
@@ -34,8 +36,8 @@ use crate::{
 /// # Errors
 ///
 /// [`Shape`](crate::Error::Shape) if `weight` is not as long as a row,
-/// [`DType`](crate::Error::DType) if the two differ in dtype or are not floating-point, and
-/// [`Device`](crate::Error::Device) if they are on different devices.
+/// [`DType`](crate::Error::DType) if the two differ in dtype (but for a weight in `f32`) or are not
+/// floating-point, and [`Device`](crate::Error::Device) if they are on different devices.
 ///
 /// # Examples
 ///
@@ -55,7 +57,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
     check_shape("rms_norm", "weight", weight, &[last_dim("rms_norm", "x", x)?])?;
     route!(
         "rms_norm",
-        [x, weight],
+        [x; weight],
         normalize(&[x, weight], Norm::Rms, epsilon),
         composed::norm(Norm::Rms, x, weight, None, epsilon),
     )
@@ -157,7 +159,8 @@ pub fn add_rms_norm(
 ) -> Result<(Tensor, Tensor)> {
     check_shape("add_rms_norm", "residual", residual, x.dims())?;
     check_shape("add_rms_norm", "weight", weight, &[last_dim("add_rms_norm", "x", x)?])?;
-    match Route::new("add_rms_norm", &[("x", x), ("residual", residual), ("weight", weight)])? {
+    let inputs = [("x", x), ("residual", residual)];
+    match Route::with_parameters("add_rms_norm", &inputs, &[("weight", weight)])? {
         Route::F32 => add_rms::<f32>(&[x, residual, weight], epsilon),
         Route::F64 => add_rms::<f64>(&[x, residual, weight], epsilon),
         Route::Half(half) => {

@@ -22,10 +22,14 @@ const OP: &str = "rope";
 /// Rotates each pair of elements by the angle of its position. A pair is an element of the first
 /// half of a head and the element at the same index of the second half, as in Llama and GPT-NeoX.
 ///
+/// If `cos` and `sin` have fewer pairs than half of a head has elements, only the first 2 · pairs
+/// elements of each head are turned, and the others pass unchanged (the partial rotation of Phi, by
+/// `partial_rotary_factor`).
+///
 /// # Shapes
 ///
-/// `x` [batch, heads, length, size], `cos` and `sin` [at least length, size / 2]; the result has
-/// the shape of `x`.
+/// `x` [batch, heads, length, size], `cos` and `sin` [at least length, pairs], with pairs from 1 to size /
+/// 2; the result has the shape of `x`.
 ///
 /// # Determinism
 ///
@@ -82,8 +86,8 @@ pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 ///
 /// # Shapes
 ///
-/// `x` [batch, length, heads, size], `cos` and `sin` [at least length, size / 2]; the result has
-/// the shape of `x`.
+/// `x` [batch, length, heads, size], `cos` and `sin` [at least length, pairs], with pairs from 1 to size /
+/// 2; the result has the shape of `x`.
 ///
 /// # Determinism
 ///
@@ -109,6 +113,37 @@ pub fn rope_thd(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rotate_heads(x, cos, sin, PairLayout::Halves, RowLayout::PositionsFirst)
 }
 
+/// Rotates neighboring elements like [`rope_i`](crate::rope_i), with the heads of a position next to each
+/// other, as [`attention`](crate::attention()) takes them: the rotation of GLM-4.
+///
+/// # Shapes
+///
+/// Like [`rope_thd`](crate::rope_thd).
+///
+/// # Determinism
+///
+/// Like [`rope`](crate::rope()).
+///
+/// # Errors
+///
+/// The errors of [`rope`](crate::rope()).
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// // A head of size 4 at one position, whose only pair is turned by a quarter.
+/// let x = Tensor::new(&[[[[1.0_f32, 2.0, 3.0, 4.0]]]], &Device::Cpu)?;
+/// let (cos, sin) = (Tensor::new(&[[0.0_f32]], &Device::Cpu)?, Tensor::new(&[[1.0_f32]], &Device::Cpu)?);
+/// let y = fused_ops::rope_i_thd(&x, &cos, &sin)?;
+/// assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, [-2.0, 1.0, 3.0, 4.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn rope_i_thd(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    rotate_heads(x, cos, sin, PairLayout::Neighbors, RowLayout::PositionsFirst)
+}
+
 /// The order of the two dimensions between batch and size.
 #[derive(Clone, Copy, Debug)]
 enum RowLayout {
@@ -124,12 +159,10 @@ fn rotate_heads(
     rows: RowLayout,
 ) -> Result<Tensor> {
     let (length, half) = check_x(x, rows)?;
-    for (input, angles) in [("cos", cos), ("sin", sin)] {
-        check_angles(OP, (input, angles), length, half)?;
-    }
-    // There is no operation of neighbors whose positions come first.
+    check_angles(OP, [cos, sin], length, half)?;
     let rotate = match (pairs, rows) {
-        (PairLayout::Neighbors, _) => rotary_emb::rope_i,
+        (PairLayout::Neighbors, RowLayout::HeadsFirst) => rotary_emb::rope_i,
+        (PairLayout::Neighbors, RowLayout::PositionsFirst) => composed::rope_i_thd,
         (PairLayout::Halves, RowLayout::HeadsFirst) => rotary_emb::rope,
         (PairLayout::Halves, RowLayout::PositionsFirst) => rotary_emb::rope_thd,
     };
@@ -143,7 +176,7 @@ fn rotate_heads(
     )
 }
 
-/// Checks the shape of `x`, and returns the number of positions and the number of pairs in a head.
+/// Checks the shape of `x`, and returns the number of positions and the most pairs of a head.
 fn check_x(x: &Tensor, rows: RowLayout) -> Result<(usize, usize)> {
     match *x.dims() {
         [_, first, second, size] if size.is_multiple_of(2) => Ok(match rows {
@@ -157,23 +190,28 @@ fn check_x(x: &Tensor, rows: RowLayout) -> Result<(usize, usize)> {
     }
 }
 
-/// Checks the cosines or sines of at least `length` positions, with `half` pairs each.
+/// Checks the cosines and sines of at least `length` positions, with at most `half` pairs each.
 pub(crate) fn check_angles(
     op: &'static str,
-    (input, angles): (&'static str, &Tensor),
+    [cos, sin]: [&Tensor; 2],
     length: usize,
     half: usize,
 ) -> Result<()> {
-    if angles.track_op() {
-        return Err(Error::gradient(op, input));
-    }
-    match *angles.dims() {
-        [positions, pairs] if positions >= length && pairs == half => Ok(()),
-        _ => {
-            let expected = format!("[at least {length}, {half}]");
-            Err(Error::Shape { op, input, found: angles.dims().to_vec(), expected })
+    let n_pairs = cos.dims().last().copied().unwrap_or_default();
+    for (input, angles, least, most) in
+        [("cos", cos, half.min(1), half), ("sin", sin, n_pairs, n_pairs)]
+    {
+        if angles.track_op() {
+            return Err(Error::gradient(op, input));
+        }
+        let fits = matches!(*angles.dims(), [positions, pairs]
+            if positions >= length && (least..=most).contains(&pairs));
+        if !fits {
+            let expected = format!("[at least {length}, {least} to {most}]");
+            return Err(Error::Shape { op, input, found: angles.dims().to_vec(), expected });
         }
     }
+    Ok(())
 }
 
 fn fused<T: Float>(
@@ -188,44 +226,46 @@ fn fused<T: Float>(
         RowLayout::HeadsFirst => 1,
         RowLayout::PositionsFirst => x.dims()[2],
     };
-    let angles = RopeAngles::new(cos, sin)?;
-    let y = angles.rotate::<T>(
-        CpuSlice::new(x).as_slice()?,
-        pairs,
-        rows_per_position,
-        RotationDirection::Forward,
-    )?;
+    let rotation = HeadRotation::new(cos, sin, pairs, rows_per_position, x.dims()[3])?;
+    let y = rotation.rotate::<T>(CpuSlice::new(x).as_slice()?, RotationDirection::Forward)?;
     record_unary(x, y, x.shape().clone(), move |_, _, grad| {
-        angles.rotate(grad, pairs, rows_per_position, RotationDirection::Back)
+        rotation.rotate(grad, RotationDirection::Back)
     })
 }
 
-/// Cosines and sines [positions, size / 2], contiguous.
-pub(crate) struct RopeAngles {
+/// The rotation of heads by contiguous cosines and sines [positions, pairs].
+pub(crate) struct HeadRotation {
     cos: Tensor,
     sin: Tensor,
+    layout: PairLayout,
+    /// The number of consecutive heads with the same position.
+    rows_per_position: usize,
+    /// The number of elements of a head.
+    size: usize,
 }
 
-impl RopeAngles {
-    pub(crate) fn new(cos: &Tensor, sin: &Tensor) -> Result<Self> {
-        Ok(Self { cos: cos.contiguous()?, sin: sin.contiguous()? })
+impl HeadRotation {
+    pub(crate) fn new(
+        cos: &Tensor,
+        sin: &Tensor,
+        layout: PairLayout,
+        rows_per_position: usize,
+        size: usize,
+    ) -> Result<Self> {
+        let (cos, sin) = (cos.contiguous()?, sin.contiguous()?);
+        Ok(Self { cos, sin, layout, rows_per_position, size })
     }
 
-    /// Rotates all rows of `x`, where `rows_per_position` consecutive rows share a position.
-    pub(crate) fn rotate<T: Float>(
-        &self,
-        x: &[T],
-        pairs: PairLayout,
-        rows_per_position: usize,
-        direction: RotationDirection,
-    ) -> Result<Vec<T>> {
-        let (positions, half) = self.cos.dims2()?;
+    /// Rotates all heads of `x`.
+    pub(crate) fn rotate<T: Float>(&self, x: &[T], direction: RotationDirection) -> Result<Vec<T>> {
+        let (positions, pairs) = self.cos.dims2()?;
         let cos = CpuSlice::new(&self.cos);
         let sin = CpuSlice::new(&self.sin);
         let rotation = Rotation {
+            layout: self.layout,
+            size: self.size,
             pairs,
-            size: 2 * half,
-            rows_per_position,
+            rows_per_position: self.rows_per_position,
             positions,
             cos: cos.as_slice()?,
             sin: sin.as_slice()?,

@@ -6,6 +6,7 @@ use crate::{
     affine::{AffineLayer, OutputGrad, n_rows},
     autograd::{Backward, CpuSlice, cpu_tensor, record},
     composed,
+    config::Activation,
     error::Result,
     kernels::{activation as kernel, float::Float, norm},
     route::{Route, check_shape, last_dim},
@@ -60,13 +61,16 @@ pub fn swiglu_mlp(
     residual: Option<&Tensor>,
 ) -> Result<Tensor> {
     let weights = [gate_weight, up_weight, down_weight];
-    apply(x, weights.map(|weight| AffineLayer::new(weight, None)).each_ref(), residual)
+    let layers = weights.map(|weight| AffineLayer::new(weight, None));
+    apply(x, layers.each_ref(), Activation::Silu, residual)
 }
 
-/// Applies the network of the layers gate, up and down, with or without adapters.
+/// Applies the network of the layers gate, up and down, with or without biases and adapters, and with
+/// any activation of the gate.
 pub(crate) fn apply(
     x: &Tensor,
     [gate, up, down]: [&AffineLayer; 3],
+    activation: Activation,
     residual: Option<&Tensor>,
 ) -> Result<Tensor> {
     let inputs = last_dim(OP, "x", x)?;
@@ -80,16 +84,18 @@ pub(crate) fn apply(
     let named = [("x", x)].into_iter().chain(residual.map(|tensor| ("residual", tensor)));
     let named = named.chain(gate.named(GATE)).chain(up.named(UP)).chain(down.named(DOWN));
     match Route::new(OP, &named.collect::<Vec<_>>())? {
-        Route::F32 => fused::<f32>(x, [gate, up, down], residual),
-        Route::F64 => fused::<f64>(x, [gate, up, down], residual),
+        Route::F32 => fused::<f32>(x, [gate, up, down], activation, residual),
+        Route::F64 => fused::<f64>(x, [gate, up, down], activation, residual),
         Route::Half(half) => {
             let layers = [gate.to_f32()?, up.to_f32()?, down.to_f32()?];
             let residual = residual.map(|tensor| tensor.to_dtype(DType::F32)).transpose()?;
-            let y = fused::<f32>(&x.to_dtype(DType::F32)?, layers.each_ref(), residual.as_ref())?;
-            Ok(y.to_dtype(half)?)
+            let x = x.to_dtype(DType::F32)?;
+            Ok(fused::<f32>(&x, layers.each_ref(), activation, residual.as_ref())?
+                .to_dtype(half)?)
         }
         Route::Composed => {
-            let y = down.composed(&composed::swiglu(&gate.composed(x)?, &up.composed(x)?)?)?;
+            let (gate, up) = (gate.composed(x)?, up.composed(x)?);
+            let y = down.composed(&composed::gated(activation, &gate, &up)?)?;
             Ok(residual.map_or(Ok(y.clone()), |residual| y + residual)?)
         }
     }
@@ -98,6 +104,7 @@ pub(crate) fn apply(
 fn fused<T: Float>(
     x: &Tensor,
     [gate, up, down]: [&AffineLayer; 3],
+    activation: Activation,
     residual: Option<&Tensor>,
 ) -> Result<Tensor> {
     let x = &x.contiguous()?;
@@ -110,7 +117,7 @@ fn fused<T: Float>(
     let x_slice = CpuSlice::new(x);
     let gate_out = gate.forward::<T>(x_slice.as_slice()?, rows)?;
     let up_out = up.forward::<T>(x_slice.as_slice()?, rows)?;
-    let mut y = down.forward(&kernel::swiglu(&gate_out, &up_out), rows)?;
+    let mut y = down.forward(&kernel::gated(activation, &gate_out, &up_out), rows)?;
     if let Some(residual) = &residual {
         y = norm::add(&y, CpuSlice::new(residual).as_slice()?);
     }
@@ -119,7 +126,7 @@ fn fused<T: Float>(
         return cpu_tensor(y, &shape);
     }
     let has_residual = residual.is_some();
-    let backward = SwiGluMlp { gate, gate_out, up, up_out, down, has_residual };
+    let backward = SwiGluMlp { gate, gate_out, up, up_out, down, activation, has_residual };
     record(&inputs, y, shape, backward)
 }
 
@@ -129,6 +136,7 @@ struct SwiGluMlp<T> {
     up: AffineLayer,
     up_out: Vec<T>,
     down: AffineLayer,
+    activation: Activation,
     has_residual: bool,
 }
 
@@ -161,7 +169,7 @@ impl<T: Float> Backward for SwiGluMlp<T> {
         let grad_y = self.down.output_grad(grad_slice.as_slice()?, rows)?;
         let mut grad_up = self.down.backward_x(&grad_y)?;
         let [grad_gate, product] =
-            kernel::swiglu_backward(&self.gate_out, &self.up_out, &mut grad_up);
+            kernel::gated_backward(self.activation, &self.gate_out, &self.up_out, &mut grad_up);
         let grad_down = self.down.backward_parameters(&product, &grad_y)?;
         drop(product);
         let grad_gate = self.gate.output_grad(&grad_gate, rows)?;

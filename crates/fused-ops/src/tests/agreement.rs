@@ -4,10 +4,10 @@ use candle_core::{DType, Tensor, Var};
 use proptest::{prelude::*, test_runner::RngSeed};
 
 use super::support::{
-    AttentionSizes, OpCase, OpOutcome, all_cases, attention_cases, relative_error, rope_cases,
-    row_cases, run, run_on, values,
+    AttentionSizes, OpCase, OpOutcome, all_cases, attention_case, attention_cases, numbers,
+    relative_error, rope_cases, row_cases, run, run_on, values,
 };
-use crate::route::ARE_COMPOSED;
+use crate::{config::AttentionConfig, error::Result, route::ARE_COMPOSED};
 
 /// The tolerance of f32 relative to f64, as a fraction of the largest element.
 const F32: f64 = 2e-6;
@@ -147,6 +147,56 @@ fn halves_are_rounded_once() {
             assert_eq!(values(&found), values(&expected), "{}", case.name);
             let grads = run(&case.fused, &inputs).grads;
             assert!(grads.iter().all(|grad| grad.dtype() == half));
+        }
+    }
+}
+
+#[test]
+fn windows_begin_and_end_anywhere() {
+    for (queries, keys) in [(1, 700), (90, 90), (130, 600)] {
+        for window in [1, 5, 64, 257, 900] {
+            let sizes = AttentionSizes { batch: 1, queries, keys, key_heads: 1, group: 2, size: 8 };
+            let config = AttentionConfig::causal().with_window(window);
+            let full = AttentionConfig::causal();
+            let case = attention_case(format!("window {window} {sizes:?}"), sizes, config);
+            let inputs = case.inputs(1);
+            let found = run(&case.fused, &inputs);
+            // A window of one key has no gradient of queries and keys.
+            compare(&case, &found, &run(&case.composed, &inputs), &|_, _| F64);
+            if window >= keys {
+                let full = attention_case(String::new(), sizes, full);
+                compare(&case, &found, &run(&full.fused, &inputs), &|_, _| 0.0);
+            }
+        }
+    }
+}
+
+#[test]
+fn norm_weight_may_be_wider_than_halves() {
+    type Form = fn(&[Tensor]) -> Result<Tensor>;
+    let forms: [Form; 3] = [
+        |t| crate::rms_norm(&t[0], &t[1], 1e-5),
+        |t| Ok(crate::add_rms_norm(&t[0], &t[0], &t[1], 1e-5)?.1),
+        |t| Ok(crate::linear_add_rms_norm(&t[0], &t[2], &t[0], &t[1], 1e-5)?.1),
+    ];
+    let inputs = [[3, 8], [1, 8], [8, 8]].map(|shape| numbers(&shape, 1).to_dtype(DType::F32));
+    let [x, weight, matrix] = inputs.map(|input| input.unwrap());
+    let weight = weight.squeeze(0).unwrap().affine(1e-3, 1.0).unwrap();
+    for (half, form) in
+        [DType::F16, DType::BF16].into_iter().flat_map(|half| forms.map(|f| (half, f)))
+    {
+        let [x, matrix] = [&x, &matrix].map(|tensor| tensor.to_dtype(half).unwrap());
+        let wide = |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap();
+        let expected = form(&[wide(&x), weight.clone(), wide(&matrix)]).unwrap();
+        for is_composed in [false, true] {
+            ARE_COMPOSED.set(is_composed);
+            let found = run(&(Box::new(form) as _), &[x.clone(), weight.clone(), matrix.clone()]);
+            ARE_COMPOSED.set(false);
+            assert_eq!((found.y.dtype(), found.grads[1].dtype()), (half, DType::F32));
+            if !is_composed {
+                assert_eq!(values(&found.y), values(&expected.to_dtype(half).unwrap()));
+            }
+            assert!(relative_error(&found.y, &expected) < 2e-2);
         }
     }
 }

@@ -7,7 +7,7 @@ use rayon::ThreadPoolBuilder;
 use super::support::{
     AttentionSizes, OpCase, OpOutcome, attention_cases, rope_cases, row_cases, run, values,
 };
-use crate::kernels::WITHOUT_DISPATCH;
+use crate::{kernels::WITHOUT_DISPATCH, ops::linear::grouped::ExpertWeights};
 
 /// Returns cases that the kernels split into several blocks.
 fn cases() -> Vec<OpCase> {
@@ -107,6 +107,22 @@ fn packed_attention_equals_separate() {
     let config = crate::AttentionConfig::causal();
     let separate = crate::attention(&query, &key, &value, &config).unwrap();
     assert_eq!(values(&(packed.fused)(std::slice::from_ref(qkv)).unwrap()), values(&separate));
+}
+
+#[test]
+fn rows_of_experts_have_the_bits_of_their_layers() {
+    let inputs = single_inputs(&row_cases(300, 129)[0]);
+    let x = &inputs[0];
+    let weights = [x.narrow(0, 0, 70).unwrap(), x.narrow(0, 90, 70).unwrap()];
+    let halves = weights.each_ref().map(|weight| weight.to_dtype(DType::BF16).unwrap());
+    for weights in [weights, halves] {
+        let y = crate::grouped_linear(x, ExpertWeights::Separate(&weights), &[33, 267]).unwrap();
+        for (start, rows, weight) in [(0, 33, &weights[0]), (33, 267, &weights[1])] {
+            let x = x.narrow(0, start, rows).unwrap();
+            let alone = crate::linear(&x, &weight.to_dtype(DType::F32).unwrap(), None, None);
+            assert_eq!(values(&y.narrow(0, start, rows).unwrap()), values(&alone.unwrap()));
+        }
+    }
 }
 
 #[test]

@@ -109,7 +109,7 @@ fn empty_loss_is_zero_with_gradient() {
     let fused = crate::cross_entropy(&logits, &ignored_targets, &config).unwrap();
     assert_eq!(fused.weight, 0.0);
     let weightless = vec![RowTarget { class: 0, weight: 0.0 }; 3];
-    let composed = crate::composed::cross_entropy(&logits, &weightless, 0.0, None).unwrap();
+    let composed = crate::composed::cross_entropy(&logits, &weightless, 0.0, None, None).unwrap();
     for sum in [fused.sum, composed] {
         assert_eq!(sum.to_scalar::<f64>().unwrap(), 0.0);
         let grads = sum.backward().unwrap();

@@ -28,8 +28,8 @@ fn rms_normalize(x: &Tensor, epsilon: f64) -> Result<Tensor> {
     x.broadcast_div(&(x.sqr()?.mean_keepdim(D::Minus1)? + epsilon)?.sqrt()?)
 }
 
-pub(super) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    activation(gate, Activation::Silu)? * up
+pub(super) fn gated(gate: &Tensor, up: &Tensor, form: Activation) -> Result<Tensor> {
+    activation(gate, form)? * up
 }
 
 pub(super) fn softmax(x: &Tensor) -> Result<Tensor> {
@@ -49,9 +49,14 @@ pub(super) fn split_and_rotate(
     rope(&x.transpose(1, 2)?, cos, sin, PairLayout::Halves)?.transpose(1, 2)?.contiguous()
 }
 
-/// `x` [batch, heads, length, size], `cos` and `sin` [length, size / 2].
+/// `x` [batch, heads, length, size], `cos` and `sin` [length, at most size / 2].
 pub(super) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: PairLayout) -> Result<Tensor> {
-    let half = x.dim(D::Minus1)? / 2;
+    let (size, half) = (x.dim(D::Minus1)?, cos.dim(1)?);
+    if 2 * half < size {
+        let turned = rope(&x.narrow(D::Minus1, 0, 2 * half)?, cos, sin, pairs)?;
+        let rest = x.narrow(D::Minus1, 2 * half, size - 2 * half)?;
+        return Tensor::cat(&[turned, rest.contiguous()?], D::Minus1);
+    }
     match pairs {
         PairLayout::Halves => {
             let a = x.narrow(D::Minus1, 0, half)?;
@@ -93,6 +98,9 @@ pub(super) fn attention(
     let value = repeat_heads(value, heads)?.transpose(1, 2)?;
     let scores = query.contiguous()?.matmul(&key.t()?.contiguous()?)?;
     let mut scores = (scores * config.scale(size))?;
+    if let Some(cap) = config.softcap {
+        scores = ((scores / cap)?.tanh()? * cap)?;
+    }
     if let Some(mask) = &config.mask {
         scores = scores.broadcast_add(&mask.to_dtype(scores.dtype())?)?;
     }
@@ -100,7 +108,12 @@ pub(super) fn attention(
         let hidden = hidden_keys(config, [batch, queries, keys], scores.device())?;
         scores = scores.broadcast_add(&hidden.to_dtype(scores.dtype())?)?;
     }
-    softmax(&scores)?.matmul(&value.contiguous()?)?.transpose(1, 2)?.contiguous()
+    if let Some(sinks) = &config.sinks {
+        let sinks = sinks.reshape((1, heads, 1, 1))?.broadcast_as((batch, heads, queries, 1))?;
+        scores = Tensor::cat(&[scores, sinks.contiguous()?], D::Minus1)?;
+    }
+    let shares = softmax(&scores)?.narrow(D::Minus1, 0, keys)?.contiguous()?;
+    shares.matmul(&value.contiguous()?)?.transpose(1, 2)?.contiguous()
 }
 
 pub(super) fn attention_packed(

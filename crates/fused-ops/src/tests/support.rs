@@ -9,7 +9,10 @@ use crate::{
     config::{Activation, AttentionConfig, DropoutKey},
     error::Result,
     kernels::{cross_entropy::RowTarget, dropout::DropSpec, rope::PairLayout},
-    ops::{cross_entropy::CrossEntropyConfig, linear_add_rms_norm, mlp, swiglu_mlp},
+    ops::{
+        cross_entropy::CrossEntropyConfig, linear::grouped::ExpertWeights, linear_add_rms_norm,
+        mlp, swiglu_mlp,
+    },
 };
 
 /// A function of tensors, fused or composed.
@@ -115,7 +118,13 @@ pub(super) fn row_cases(rows: usize, width: usize) -> Vec<OpCase> {
             "swiglu",
             &[x, x],
             |t| crate::swiglu(&t[0], &t[1]),
-            |t| reference::swiglu(&t[0], &t[1]),
+            |t| reference::gated(&t[0], &t[1], Activation::Silu),
+        ),
+        OpCase::new(
+            "geglu",
+            &[x, x],
+            |t| crate::geglu(&t[0], &t[1]),
+            |t| reference::gated(&t[0], &t[1], Activation::GeluTanh),
         ),
         dropout_case(x),
         embedding_case(rows, width),
@@ -127,6 +136,7 @@ pub(super) fn row_cases(rows: usize, width: usize) -> Vec<OpCase> {
     cases.extend(mlp_cases(rows, width));
     cases.extend(swiglu_mlp_cases(rows, width));
     cases.extend(linear_add_rms_norm_cases(rows, width));
+    cases.extend(grouped_linear_cases(rows, width));
     cases.extend(cross_entropy_cases(rows, width));
     cases.extend(linear_cross_entropy_cases(rows, width));
     cases
@@ -247,7 +257,7 @@ fn lora_cases(rows: usize, width: usize) -> Vec<OpCase> {
             &two_layers,
             move |t| {
                 let up = AffineLayer::new(&t[4], None);
-                swiglu_mlp::apply(&t[0], [&layer(t), &up, &second(t)], None)
+                swiglu_mlp::apply(&t[0], [&layer(t), &up, &second(t)], Activation::Silu, None)
             },
             move |t| {
                 let up = crate::linear(&t[0], &t[4], None, None)?;
@@ -271,7 +281,21 @@ fn swiglu_mlp_cases(rows: usize, width: usize) -> Vec<OpCase> {
         crate::linear(&crate::swiglu(&gate, &up)?, &t[3], None, None)
     };
     let shapes = [&[rows, width][..], &[7, width], &[7, width], &[5, 7], &[rows, 5]];
+    let biases: [&[usize]; 3] = [&[7], &[7], &[5]];
     vec![
+        OpCase::new(
+            "swiglu_mlp GeluTanh with biases",
+            &[&shapes[..4], &biases].concat(),
+            |t| {
+                let layers = [1, 2, 3].map(|i| AffineLayer::new(&t[i], Some(&t[i + 3])));
+                swiglu_mlp::apply(&t[0], layers.each_ref(), Activation::GeluTanh, None)
+            },
+            |t| {
+                let gate = crate::linear(&t[0], &t[1], Some(&t[4]), None)?;
+                let up = crate::linear(&t[0], &t[2], Some(&t[5]), None)?;
+                Ok(crate::linear(&crate::geglu(&gate, &up)?, &t[3], Some(&t[6]), None)?)
+            },
+        ),
         OpCase::new(
             "swiglu_mlp",
             &shapes[..4],
@@ -307,6 +331,35 @@ fn linear_add_rms_norm_cases(rows: usize, width: usize) -> Vec<OpCase> {
             )
         })
         .collect()
+}
+
+/// Returns the products of three experts, of which the second has no rows, with separate and stacked
+/// weights.
+fn grouped_linear_cases(rows: usize, width: usize) -> Vec<OpCase> {
+    let first = rows / 3;
+    let counts = [first, 0, rows - first];
+    let stack = |t: &[Tensor]| Tensor::stack(&t[1..], 0);
+    let composed = move |t: &[Tensor]| {
+        let parts = [(0, first, &t[1]), (first, rows - first, &t[3])];
+        let parts = parts.map(|(start, n, weight)| t[0].narrow(0, start, n)?.matmul(&weight.t()?));
+        let [a, b] = parts;
+        Tensor::cat(&[a?, b?], 0)
+    };
+    let shapes: [&[usize]; 4] = [&[rows, width], &[5, width], &[5, width], &[5, width]];
+    vec![
+        OpCase::new(
+            "grouped_linear of separate weights",
+            &shapes,
+            move |t| crate::grouped_linear(&t[0], ExpertWeights::Separate(&t[1..]), &counts),
+            composed,
+        ),
+        OpCase::new(
+            "grouped_linear of a stacked weight",
+            &shapes,
+            move |t| crate::grouped_linear(&t[0], ExpertWeights::Stacked(&stack(t)?), &counts),
+            composed,
+        ),
+    ]
 }
 
 /// Returns one of two results, or both.
@@ -402,6 +455,11 @@ impl LossCase {
             })
             .collect();
         let smoothing = self.config.label_smoothing;
+        let logits = (logits * self.config.logit_scale.unwrap_or(1.0))?;
+        let logits = &match self.config.softcap {
+            Some(cap) => ((logits / cap)?.tanh()? * cap)?,
+            None => logits,
+        };
         reference::cross_entropy(logits, &weighted, smoothing, class_weights.as_deref())
     }
 }
@@ -416,7 +474,12 @@ fn loss_cases(rows: usize, classes: usize) -> Vec<LossCase> {
         base.clone(),
         base.clone().with_label_smoothing(0.2).with_row_weights(weights.clone()),
         base.clone().with_class_weights(class_weights.clone()),
-        base.with_label_smoothing(0.1).with_class_weights(class_weights).with_row_weights(weights),
+        base.clone().with_logit_scale(0.5),
+        base.with_label_smoothing(0.1)
+            .with_class_weights(class_weights)
+            .with_row_weights(weights)
+            .with_logit_scale(2.0)
+            .with_softcap(3.0),
     ];
     configs.map(|config| LossCase { targets: targets.clone(), config }).into()
 }
@@ -425,31 +488,34 @@ fn loss_cases(rows: usize, classes: usize) -> Vec<LossCase> {
 fn linear_rope_cases(batch: usize, heads: usize, length: usize, half: usize) -> Vec<OpCase> {
     let width = heads * 2 * half;
     let shapes = [&[batch, length, 7][..], &[width, 7], &[width]];
-    let angles = move |t: &Tensor| -> candle_core::Result<[Tensor; 2]> {
-        let angles = numbers(&[length, half], 9);
+    let angles = move |t: &Tensor, pairs: usize| -> candle_core::Result<[Tensor; 2]> {
+        let angles = numbers(&[length, pairs], 9);
         // Numbers that all types represent exactly.
         let like = |x: Tensor| x.to_dtype(DType::BF16)?.to_dtype(t.dtype())?.to_device(t.device());
         Ok([like(angles.cos()?)?, like(angles.sin()?)?])
     };
-    let case = |name: &str, n_inputs: usize| {
+    let case = |name: &str, n_inputs: usize, pairs: usize| {
         OpCase::new(
             name,
             &shapes[..n_inputs],
             move |t| {
-                let [cos, sin] = angles(&t[0])?;
-                crate::linear_rope(&t[0], &t[1], t.get(2), &cos, &sin)
+                let [cos, sin] = angles(&t[0], pairs)?;
+                crate::linear_rope(&t[0], &t[1], t.get(2), 2 * half, &cos, &sin)
             },
             move |t| {
-                let [cos, sin] = angles(&t[0])?;
+                let [cos, sin] = angles(&t[0], pairs)?;
                 let y = composed::linear(&t[0], &t[1], t.get(2), None)?;
                 reference::split_and_rotate(&y, heads, &cos, &sin)
             },
         )
     };
-    vec![case("linear_rope without bias", 2), case("linear_rope", 3)]
+    vec![case("linear_rope without bias", 2, half), case("linear_rope", 3, half.div_ceil(2))]
 }
 
-/// Returns rotations of [batch, heads, length, size] in both layouts and conventions.
+/// The layout of pairs, whether heads come before positions, and the number of pairs.
+type RopeForm = (PairLayout, bool, usize);
+
+/// Returns rotations of [batch, heads, length, size] in both layouts and conventions, whole and partial.
 pub(super) fn rope_cases(batch: usize, heads: usize, length: usize, half: usize) -> Vec<OpCase> {
     let heads_first_shape = [batch, heads, length, 2 * half];
     let length_first_shape = [batch, length, heads, 2 * half];
@@ -459,36 +525,43 @@ pub(super) fn rope_cases(batch: usize, heads: usize, length: usize, half: usize)
         // Numbers that all types represent exactly.
         function(&angles)?.to_dtype(DType::BF16)?.to_dtype(t.dtype())?.to_device(t.device())
     };
-    let apply = move |pairs: PairLayout, heads_first: bool, t: &Tensor| -> Result<Tensor> {
-        let cos = index(t, Tensor::cos)?;
-        let sin = index(t, Tensor::sin)?;
-        match (pairs, heads_first) {
+    let apply = move |(layout, heads_first, pairs): RopeForm, t: &Tensor| -> Result<Tensor> {
+        let cos = index(t, Tensor::cos)?.narrow(1, 0, pairs)?;
+        let sin = index(t, Tensor::sin)?.narrow(1, 0, pairs)?;
+        match (layout, heads_first) {
             (PairLayout::Halves, true) => crate::rope(t, &cos, &sin),
             (PairLayout::Halves, false) => crate::rope_thd(t, &cos, &sin),
-            (PairLayout::Neighbors, _) => crate::rope_i(t, &cos, &sin),
+            (PairLayout::Neighbors, true) => crate::rope_i(t, &cos, &sin),
+            (PairLayout::Neighbors, false) => crate::rope_i_thd(t, &cos, &sin),
         }
     };
     let angles = numbers(&[length + 1, half], 9).narrow(0, 0, length).unwrap();
-    let reference = move |pairs: PairLayout, heads_first: bool, t: &Tensor| {
-        let exact = |x: Tensor| x.to_dtype(DType::BF16)?.to_dtype(t.dtype());
+    let reference = move |(layout, heads_first, pairs): RopeForm, t: &Tensor| {
+        let exact = |x: Tensor| x.narrow(1, 0, pairs)?.to_dtype(DType::BF16)?.to_dtype(t.dtype());
         let cos = exact(angles.cos()?)?;
         let sin = exact(angles.sin()?)?;
         if heads_first {
-            return reference::rope(t, &cos, &sin, pairs);
+            return reference::rope(t, &cos, &sin, layout);
         }
-        reference::rope(&t.transpose(1, 2)?, &cos, &sin, pairs)?.transpose(1, 2)
+        reference::rope(&t.transpose(1, 2)?, &cos, &sin, layout)?.transpose(1, 2)
     };
     let mut cases = linear_rope_cases(batch, heads, length, half);
-    let forms =
-        [(PairLayout::Halves, true), (PairLayout::Halves, false), (PairLayout::Neighbors, true)];
-    for (pairs, heads_first) in forms {
+    let some = half.div_ceil(2);
+    let forms: [RopeForm; 5] = [
+        (PairLayout::Halves, true, half),
+        (PairLayout::Halves, false, half),
+        (PairLayout::Neighbors, true, half),
+        (PairLayout::Halves, false, some),
+        (PairLayout::Neighbors, false, some),
+    ];
+    for form in forms {
         let apply = apply.clone();
         let reference = reference.clone();
         cases.push(OpCase::new(
-            format!("rope {pairs:?}, heads first: {heads_first}"),
-            &[if heads_first { &heads_first_shape } else { &length_first_shape }],
-            move |t| apply(pairs, heads_first, &t[0]),
-            move |t| reference(pairs, heads_first, &t[0]),
+            format!("rope {form:?}"),
+            &[if form.1 { &heads_first_shape } else { &length_first_shape }],
+            move |t| apply(form, &t[0]),
+            move |t| reference(form, &t[0]),
         ));
     }
     cases
@@ -507,10 +580,49 @@ pub(super) struct AttentionSizes {
 
 /// Returns attention of separate inputs, with and without options, and of packed inputs.
 pub(super) fn attention_cases(sizes: AttentionSizes) -> Vec<OpCase> {
-    let AttentionSizes { batch, queries, keys, key_heads, group, size } = sizes;
+    let AttentionSizes { batch, keys, key_heads, group, size, .. } = sizes;
+    let mut cases: Vec<_> = (attention_configs(sizes).into_iter().enumerate())
+        .map(|(number, config)| {
+            attention_case(format!("attention {number} {sizes:?}"), sizes, config)
+        })
+        .collect();
+    let heads = key_heads * group;
+    let width = (heads + 2 * key_heads) * size;
+    // A row of two sequences.
+    let segments = (0..keys * keys).map(|i| {
+        if (i / keys < keys / 3) == (i % keys < keys / 3) { 0. } else { f64::NEG_INFINITY }
+    });
+    let segments = Tensor::from_vec(segments.collect(), (keys, keys), &Device::Cpu).unwrap();
+    let window = AttentionConfig::causal().with_window(4).with_softcap(1.5).with_mask(segments);
+    for (config, shapes) in [
+        (window, &[&[batch, keys, width][..], &[heads]][..]),
+        (AttentionConfig::causal(), &[&[batch, keys, width]]),
+    ] {
+        let composed_config = config.clone();
+        cases.push(OpCase::new(
+            format!("packed attention {sizes:?}"),
+            shapes,
+            move |t| {
+                crate::attention_packed(&t[0], heads, key_heads, &like(&config, &t[0], t.get(1))?)
+            },
+            move |t| {
+                let config = like(&composed_config, &t[0], t.get(1))?;
+                reference::attention_packed(&t[0], heads, key_heads, &config)
+            },
+        ));
+    }
+    cases
+}
+
+/// Returns options for inputs of these sizes. Sinks are inputs, so these here have no meaning.
+fn attention_configs(sizes: AttentionSizes) -> Vec<AttentionConfig> {
+    let AttentionSizes { batch, queries, keys, key_heads, group, .. } = sizes;
     let heads = key_heads * group;
     let lengths = (0..batch).map(|sequence| 1 + (sequence * 5 + 1) % keys).collect();
+    // Most queries see several keys: the gradient of a single key is only rounding errors.
+    let padded = (0..batch).map(|sequence| keys.saturating_sub(sequence).max(1)).collect();
     let mask = numbers(&[batch, 1, queries, keys], 3);
+    let sinks = numbers(&[heads], 1);
     let mut configs = vec![
         AttentionConfig::default(),
         AttentionConfig { scale: Some(0.3), ..AttentionConfig::default().with_mask(mask.clone()) },
@@ -518,41 +630,52 @@ pub(super) fn attention_cases(sizes: AttentionSizes) -> Vec<OpCase> {
         AttentionConfig::default().with_mask(numbers(&[heads, 1, 1], 4)),
     ];
     if queries <= keys {
-        configs.push(AttentionConfig::causal());
-        configs.push(AttentionConfig::causal().with_mask(mask));
+        let causal = AttentionConfig::causal();
+        configs.extend([
+            causal.clone(),
+            causal.clone().with_mask(mask.clone()),
+            causal.clone().with_window(3).with_sinks(sinks.clone()).with_mask(mask.clone()),
+            causal.with_window(70).with_softcap(2.0).with_key_lengths(padded),
+        ]);
     }
-    let shapes: [&[usize]; 3] = [
+    configs.push(AttentionConfig::default().with_softcap(0.7).with_mask(mask).with_sinks(sinks));
+    configs
+}
+
+/// Returns `config` with a mask on the device of `x`, and with these sinks.
+fn like(
+    config: &AttentionConfig,
+    x: &Tensor,
+    sinks: Option<&Tensor>,
+) -> candle_core::Result<AttentionConfig> {
+    let mask = config.mask.as_ref().map(|mask| mask.to_device(x.device())).transpose()?;
+    Ok(AttentionConfig { mask, sinks: sinks.cloned(), ..config.clone() })
+}
+
+/// Returns attention of separate inputs.
+pub(super) fn attention_case(
+    name: String,
+    sizes: AttentionSizes,
+    config: AttentionConfig,
+) -> OpCase {
+    let AttentionSizes { batch, queries, keys, key_heads, group, size } = sizes;
+    let heads = key_heads * group;
+    let shapes: [&[usize]; 4] = [
         &[batch, queries, heads, size],
         &[batch, keys, key_heads, size],
         &[batch, keys, key_heads, size + 1],
+        &[heads],
     ];
-    let mut cases: Vec<_> = configs
-        .into_iter()
-        .enumerate()
-        .map(|(number, config)| {
-            let composed_config = config.clone();
-            OpCase::new(
-                format!("attention {number} {sizes:?}"),
-                &shapes,
-                move |t| {
-                    let mut config = config.clone();
-                    config.mask = config
-                        .mask
-                        .map(|mask: Tensor| mask.to_device(t[0].device()))
-                        .transpose()?;
-                    crate::attention(&t[0], &t[1], &t[2], &config)
-                },
-                move |t| reference::attention(&t[0], &t[1], &t[2], &composed_config),
-            )
-        })
-        .collect();
-    cases.push(OpCase::new(
-        format!("packed attention {sizes:?}"),
-        &[&[batch, keys, (heads + 2 * key_heads) * size]],
-        move |t| crate::attention_packed(&t[0], heads, key_heads, &AttentionConfig::causal()),
-        move |t| reference::attention_packed(&t[0], heads, key_heads, &AttentionConfig::causal()),
-    ));
-    cases
+    let n_inputs = if config.sinks.is_some() { 4 } else { 3 };
+    let composed_config = config.clone();
+    OpCase::new(
+        name,
+        &shapes[..n_inputs],
+        move |t| crate::attention(&t[0], &t[1], &t[2], &like(&config, &t[0], t.get(3))?),
+        move |t| {
+            reference::attention(&t[0], &t[1], &t[2], &like(&composed_config, &t[0], t.get(3))?)
+        },
+    )
 }
 
 /// Returns a small case of every operation.

@@ -1,7 +1,9 @@
 //! Operations refuse inputs that do not fit, with an error that names them.
 
 use candle_core::{DType, Device, Tensor, Var};
-use fused_ops::{Activation, AttentionConfig, CrossEntropyConfig, DropoutKey, Error};
+use fused_ops::{
+    Activation, AttentionConfig, CrossEntropyConfig, DropoutKey, Error, ExpertWeights,
+};
 
 use crate::support::numbers;
 
@@ -47,15 +49,20 @@ fn wrong_shapes_are_rejected() {
     assert!(joined(&[5, 3], &[2, 5], &[3]));
     let projected = |x: &[usize], weight: &[usize], bias: Option<&Tensor>, cos: &[usize]| {
         let [x, weight, cos] = [x, weight, cos].map(|shape| numbers(shape, 1));
-        is_shape(fused_ops::linear_rope(&x, &weight, bias, &cos, &cos).unwrap_err())
+        is_shape(fused_ops::linear_rope(&x, &weight, bias, 4, &cos, &cos).unwrap_err())
     };
     assert!(projected(&[2, 3], &[4, 3], None, &[2, 1]));
     assert!(projected(&[1, 2, 3], &[4, 2], None, &[2, 1]));
     assert!(projected(&[1, 2, 3], &[6, 3], None, &[2, 2]));
-    assert!(projected(&[1, 2, 3], &[6, 3], Some(&bad), &[2, 1]));
+    assert!(projected(&[1, 2, 3], &[8, 3], Some(&bad), &[2, 1]));
     assert!(projected(&[1, 2, 3], &[4, 3], None, &[1, 1]));
     assert!(projected(&[1, 2, 3], &[4, 3], None, &[2, 0]));
+    assert!(projected(&[1, 2, 3], &[4, 3], None, &[2, 3]));
     assert!(projected(&[1, 2, 3], &[4, 3], None, &[2]));
+    for (counts, stacked) in [(&[1, 2][..], &x), (&[2], &x), (&[1, 1], &numbers(&[2, 5, 4], 1))] {
+        let experts = ExpertWeights::Stacked(stacked);
+        assert!(is_shape(fused_ops::grouped_linear(&x, experts, counts).unwrap_err()));
+    }
     assert!(is_shape(fused_ops::rope(&x, &x, &x).unwrap_err()));
     assert!(is_shape(fused_ops::rope(&numbers(&[1, 1, 3, 4], 1), &x, &x).unwrap_err()));
     assert!(is_shape(fused_ops::embedding(&bad, &bad).unwrap_err()));
@@ -71,6 +78,8 @@ fn wrong_shapes_are_rejected() {
     assert!(is_shape(fused_ops::attention(&few, &two_heads, &two_heads, &config).unwrap_err()));
     let masked = config.clone().with_mask(numbers(&[9, 9], 1));
     assert!(is_shape(fused_ops::attention(&few, &many, &many, &masked).unwrap_err()));
+    let sinks = config.clone().with_sinks(numbers(&[2], 1));
+    assert!(is_shape(fused_ops::attention(&few, &many, &many, &sinks).unwrap_err()));
     let lengths = config.with_key_lengths(vec![1, 1]);
     assert!(is_shape(fused_ops::attention(&few, &many, &many, &lengths).unwrap_err()));
 }
@@ -100,8 +109,14 @@ fn invalid_settings_are_rejected() {
         assert!(is_setting(fused_ops::dropout(&x, probability, key).unwrap_err()));
     }
     let targets = Tensor::new(&[0_u32, 2], &Device::Cpu).unwrap();
-    let smoothed = CrossEntropyConfig::default().with_label_smoothing(1.1);
-    assert!(is_setting(fused_ops::cross_entropy(&x, &targets, &smoothed).unwrap_err()));
+    let config = CrossEntropyConfig::default;
+    for invalid in [
+        config().with_label_smoothing(1.1),
+        config().with_logit_scale(0.0),
+        config().with_softcap(f64::INFINITY),
+    ] {
+        assert!(is_setting(fused_ops::cross_entropy(&x, &targets, &invalid).unwrap_err()));
+    }
     let ignoring = CrossEntropyConfig::default()
         .with_row_weights(Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap());
     assert!(is_setting(
@@ -110,6 +125,11 @@ fn invalid_settings_are_rejected() {
     let qkv = numbers(&[1, 2, 3, 4], 1);
     for length in [0, 3] {
         let config = AttentionConfig::default().with_key_lengths(vec![length]);
+        assert!(is_setting(fused_ops::attention(&qkv, &qkv, &qkv, &config).unwrap_err()));
+    }
+    let causal = AttentionConfig::causal();
+    let windowed = AttentionConfig::default().with_window(2);
+    for config in [causal.clone().with_window(0), windowed, causal.with_softcap(0.0)] {
         assert!(is_setting(fused_ops::attention(&qkv, &qkv, &qkv, &config).unwrap_err()));
     }
     let packed = numbers(&[1, 2, 9], 1);

@@ -1,5 +1,7 @@
 //! A linear layer in one step: product, bias, activation.
 
+pub(crate) mod grouped;
+
 use candle_core::{DType, Tensor};
 
 use crate::{
