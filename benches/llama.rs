@@ -1,5 +1,6 @@
-//! Fine-tuning steps of a Llama from a Hugging Face folder. `peers/hf_llama.py` makes the folder,
-//! and trains the same model on the same tokens.
+//! Fine-tuning steps of a model from a Hugging Face folder. `peers/hf_llama.py` makes the folder of a
+//! Llama, and trains the same model on the same tokens. A folder with a `config.json` alone is a model of
+//! any family, with random weights.
 //!
 //! ```text
 //! cargo bench -p benches --bench llama -- FOLDER [form] [slots] [rows] [length] [steps]
@@ -16,9 +17,10 @@ use std::{env, fs, path::PathBuf};
 use benches::{Outcome, open_mesh, peak_mib, time_steps};
 use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
-    finetune::models::{Llama, LlamaConfig, Tokens},
+    finetune::models::{Decoder, DecoderConfig, Tokens},
     mesh::{DeviceMesh, Replica},
     train::{AdamW, DataParallel, FullyShard, Group, Keep, Lora, Units},
+    types::Seed,
 };
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder};
 
@@ -69,25 +71,27 @@ fn adapters(form: &str) -> Outcome<Option<Lora>> {
     })
 }
 
-fn build_step(config: &BenchConfig, llama: &Llama, mesh: &DeviceMesh) -> Outcome<TrainStep> {
-    let own_llama = llama.clone();
+fn build_step(config: &BenchConfig, decoder: &Decoder, mesh: &DeviceMesh) -> Outcome<TrainStep> {
+    let own_decoder = decoder.clone();
     let loss = move |_: &Replica, model: &Units, (ids, labels): (Tensor, Tensor)| {
-        own_llama.loss(model, &Tokens::rows(ids), &labels)
+        own_decoder.loss(model, &Tokens::rows(ids), &labels)
     };
-    let declare = |vb: VarBuilder<'_>| llama.declare(&vb);
-    let sharded = FullyShard::builder(mesh, declare).by_units(llama.units());
+    let declare = |vb: VarBuilder<'_>| decoder.declare(&vb);
+    let sharded = FullyShard::builder(mesh, declare).by_units(decoder.units());
     let layout =
         ["lora-half-", "lora-"].into_iter().find_map(|name| config.form.strip_prefix(name));
     let builder = match layout.unwrap_or(&config.form) {
-        "units" => DataParallel::builder(mesh, declare).by_units(llama.units()),
+        "units" => DataParallel::builder(mesh, declare).by_units(decoder.units()),
         "sharded" => sharded,
         "graph" => sharded.keep(Keep::Graph),
         "gathered" => sharded.keep(Keep::Gathered),
         "in-backward" => sharded.optimizer_in_backward(),
         other => return Err(format!("unknown form {other}").into()),
     };
-    let mut builder = builder.weights(&config.folder);
-    if llama.lora().is_some() {
+    let has_weights = config.folder.join("model.safetensors").exists();
+    let mut builder =
+        if has_weights { builder.weights(&config.folder) } else { builder.init(Seed::new(1)) };
+    if decoder.lora().is_some() {
         builder = builder.train_only(Lora::PATTERNS).allow_missing(Lora::PATTERNS);
     }
     let mut model = builder.build(adam)?;
@@ -112,14 +116,14 @@ fn main() -> Outcome<()> {
         return Ok(());
     };
     let text = fs::read_to_string(config.folder.join("config.json"))?;
-    let mut llama = Llama::from_config(LlamaConfig::from_json(&text)?)?;
+    let mut decoder = Decoder::from_config(DecoderConfig::from_json(&text)?)?;
     if let Some(lora) = adapters(&config.form)? {
-        llama = llama.with_lora(lora)?;
+        decoder = decoder.with_lora(lora)?;
     }
     let mesh = open_mesh(config.slots)?;
     let base_mib = peak_mib();
-    let mut step = build_step(&config, &llama, &mesh)?;
-    let ids = tokens(&config, llama.config().vocab_size)?;
+    let mut step = build_step(&config, &decoder, &mesh)?;
+    let ids = tokens(&config, decoder.config().vocab_size)?;
     let labels = ids.to_dtype(DType::I64)?;
     let name = format!("{} on {}", config.form, config.slots);
     time_steps(&name, &mesh, base_mib, config.steps, || step((ids.clone(), labels.clone())))

@@ -45,8 +45,9 @@ const HF_FOLDER: &str = "\
     model.safetensors; nothing is downloaded here: `hf download NAME --local-dir FOLDER` does that. \
     A config.json alone, with an eos_token_id of at least 256, is a new model of bytes";
 const FAMILY: &str = "\
-    models of the Llama family are supported: Llama 2 and 3, Qwen 2 and 2.5, and Mistral, with \
-    unquantized weights and attention to the whole context";
+    decoders of these families are supported, with unquantized weights: Llama 2 and 3, SmolLM 2 and 3, \
+    Qwen 2, 2.5 and 3, Mistral, Ministral, Gemma 1 to 3, Phi 3 and 4, OLMo 2 and 3, Granite 3, GLM 4, \
+    EXAONE 4, ERNIE 4.5, Seed-OSS";
 const UNSUPPORTED_FORMAT: &str = "\
     only safetensors are supported: in Python, \
     `AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)` writes them";
@@ -90,7 +91,8 @@ const MODEL_MISMATCH: &str = "\
 const MODEL_OPTION: &str = "--model FOLDER names the model to fine-tune, or a run that has ended";
 const LORA_ON: &str = "\
     --lora-on takes names of linear layers, in full or only their last parts: \
-    q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj";
+    q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj; Phi has qkv_proj and gate_up_proj in place \
+    of five of them, GLM gate_up_proj";
 const RESUME_MISMATCH: &str = "another value needs a new run, in another folder";
 const SPLIT: &str = "--validation takes the fraction of the examples to hold out";
 const SMALL_VALIDATION: &str = "\

@@ -18,7 +18,7 @@ use crate::{
     data::model::Model,
     error::{Error, Result, folder::FolderError},
     files::{self, CONFIG},
-    models::{Llama, LlamaConfig},
+    models::{Decoder, DecoderConfig},
     text::tokenizer::{self, Tokenizer},
 };
 
@@ -32,7 +32,7 @@ pub(crate) const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 /// Extensions of unsupported weight files.
 const UNSUPPORTED_EXTENSIONS: [&str; 5] = ["bin", "pt", "pth", "gguf", "h5"];
 
-/// A model of the Llama family as Hugging Face's tools write and read it.
+/// A model of a supported family as Hugging Face's tools write and read it.
 ///
 /// # Examples
 ///
@@ -51,7 +51,7 @@ const UNSUPPORTED_EXTENSIONS: [&str; 5] = ["bin", "pt", "pth", "gguf", "h5"];
 /// }"#;
 /// std::fs::write(path.join("config.json"), config)?;
 /// let folder = Folder::open(path)?;
-/// assert_eq!(folder.llama().config().num_hidden_layers, 2);
+/// assert_eq!(folder.decoder().config().layers.len(), 2);
 /// assert_eq!(folder.tokenizer().decode(&[97, 98], false)?, "ab");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -59,7 +59,7 @@ const UNSUPPORTED_EXTENSIONS: [&str; 5] = ["bin", "pt", "pth", "gguf", "h5"];
 pub struct Folder {
     path: PathBuf,
     config: String,
-    llama: Llama,
+    decoder: Decoder,
     tokenizer: Tokenizer,
 }
 
@@ -71,21 +71,21 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// Returns [`Error::Folder`] if the model is not of the Llama family, or if a file in the folder
+    /// Returns [`Error::Folder`] if the model is not of a supported family, or if a file in the folder
     /// of a run has changed since the run wrote it, and [`Error::Tokenizer`]
     /// if the tokenizer has a token outside the model's vocabulary or no end-of-text token.
     pub fn open(path: &Path) -> Result<Self> {
         if !path.is_dir() {
             return Err(FolderError::NotAFolder { path: path.into() }.into());
         }
-        let (config, llama) = read_config(path)?;
-        let vocab_size = llama.config().vocab_size;
+        let (config, decoder) = read_config(path)?;
+        let vocab_size = decoder.config().vocab_size;
         let tokenizer = if path.join(tokenizer::FILE).exists() || has_weights(path)? {
             Tokenizer::open(path, &config, vocab_size)?
         } else {
             Tokenizer::bytes(path, &config, vocab_size)?
         };
-        let folder = Self { path: path.to_owned(), config, llama, tokenizer };
+        let folder = Self { path: path.to_owned(), config, decoder, tokenizer };
         // Weights that cannot be opened are an error of `weights`.
         if let Ok(weights) = folder.weights() {
             check_files_beside(path, &weights)?;
@@ -101,9 +101,9 @@ impl Folder {
     /// [`FolderError::Config`] if it cannot be read, and [`FolderError::Model`] if the model is not
     /// supported.
     pub fn parameters(path: &Path) -> Result<Vec<ParameterInfo>> {
-        let (_, llama) = read_config(path)?;
-        let dtype = llama.config().dtype;
-        Model(llama).plain_parameters(dtype)
+        let (_, decoder) = read_config(path)?;
+        let dtype = decoder.config().dtype;
+        Model(decoder).plain_parameters(dtype)
     }
 
     /// Creates a byte model from a `config.json`, without a folder on disk.
@@ -112,10 +112,10 @@ impl Folder {
     ///
     /// Returns the errors of [`open`](Self::open).
     pub(crate) fn from_config(config: String) -> Result<Self> {
-        let llama = parse(Path::new(CONFIG), &config)?;
+        let decoder = parse(Path::new(CONFIG), &config)?;
         let path = PathBuf::new();
-        let tokenizer = Tokenizer::bytes(&path, &config, llama.config().vocab_size)?;
-        Ok(Self { path, config, llama, tokenizer })
+        let tokenizer = Tokenizer::bytes(&path, &config, decoder.config().vocab_size)?;
+        Ok(Self { path, config, decoder, tokenizer })
     }
 
     /// Returns the path of the folder. It is empty for the built-in model.
@@ -142,8 +142,8 @@ impl Folder {
     }
 
     /// Returns the model without adapters.
-    pub fn llama(&self) -> &Llama {
-        &self.llama
+    pub fn decoder(&self) -> &Decoder {
+        &self.decoder
     }
 
     /// Returns the tokenizer.
@@ -177,7 +177,7 @@ impl Folder {
     pub(crate) fn check_tied_head(&self, weights: &StoredWeights) -> Result<()> {
         /// Items that are compared at a time, 4 MiB of either tensor.
         const BLOCK: usize = 1 << 20;
-        let config = self.llama.config();
+        let config = self.decoder.config();
         let names = ["lm_head.weight", "model.embed_tokens.weight"];
         if !config.tie_word_embeddings || !names.iter().all(|name| weights.contains(name)) {
             return Ok(());
@@ -238,12 +238,12 @@ pub(crate) fn check_files_beside(
 }
 
 /// Reads the `config.json` of a folder.
-fn read_config(folder: &Path) -> Result<(String, Llama), FolderError> {
+fn read_config(folder: &Path) -> Result<(String, Decoder), FolderError> {
     let path = folder.join(CONFIG);
     let config = files::read_text(&path)
         .map_err(|cause| FolderError::Config { path: path.clone(), cause })?;
-    let llama = parse(&path, &config)?;
-    Ok((config, llama))
+    let decoder = parse(&path, &config)?;
+    Ok((config, decoder))
 }
 
 /// Returns the bits of items of a matrix in single precision. Bits are compared, because NaN is not
@@ -262,9 +262,9 @@ fn bits(
     Ok(items.into_iter().map(f32::to_bits).collect())
 }
 
-fn parse(file: &Path, config: &str) -> Result<Llama, FolderError> {
-    LlamaConfig::from_json(config)
-        .and_then(Llama::from_config)
+fn parse(file: &Path, config: &str) -> Result<Decoder, FolderError> {
+    DecoderConfig::from_json(config)
+        .and_then(Decoder::from_config)
         .map_err(|cause| FolderError::Model { path: file.into(), cause })
 }
 

@@ -30,7 +30,7 @@ const SOUGHT: &[(&str, &str, &str)] = &[
     ("crates/finetune", "Examples::read", "examples of a program's own loop"),
     ("crates/finetune", "Folder::open", "Hugging Face's from_pretrained"),
     ("crates/finetune", "Generator::open", "Hugging Face's from_pretrained"),
-    ("crates/finetune", "Llama::NORMS", "parameters without weight decay"),
+    ("crates/finetune", "Decoder::undecayed", "parameters without weight decay"),
     ("crates/finetune", "TextSource::with_weight", "Hugging Face's interleave_datasets"),
     ("crates/fsdp-plan", "ParameterInfo::with_always_gather", "FSDP's ignored parameters"),
     ("crates/fsdp-plan", "ParameterInfo::with_tied_to", "tied weights under two names"),

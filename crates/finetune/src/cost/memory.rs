@@ -309,17 +309,17 @@ impl Workload<'_> {
     ///
     /// Numbers of the hidden width: two norms, the sum after attention, and the result. Of the queries:
     /// rotated queries, and results of attention. Of the keys: rotated keys, and values. Of the feed-forward
-    /// network: gate and up. In half precision every operation also keeps its inputs and results in single
-    /// precision.
+    /// network: gate and up. Other families than Llama keep the results of operations that are not fused.
+    /// In half precision every operation also keeps its inputs and results in single precision.
     fn layer_bytes(&self) -> u128 {
-        let ModelSizes { hidden, queries, keys, feed_forward, .. } = self.sizes;
-        let [hidden, queries, keys, feed_forward] =
-            [hidden, queries, keys, feed_forward].map(|size| size as u128);
-        let results = 4 * hidden + 2 * queries + 2 * keys;
+        let ModelSizes { hidden, queries, keys, feed_forward, unfused, .. } = self.sizes;
+        let [hidden, queries, keys, feed_forward, unfused] =
+            [hidden, queries, keys, feed_forward, unfused].map(|size| size as u128);
+        let results = 4 * hidden + 2 * queries + 2 * keys + unfused;
         match self.precision {
             Precision::F32 => SINGLE * (results + 2 * feed_forward),
             Precision::Bf16 => {
-                let singles = 11 * hidden + 4 * queries + 4 * keys + 2 * feed_forward;
+                let singles = 11 * hidden + 4 * queries + 4 * keys + 2 * feed_forward + 2 * unfused;
                 SINGLE * singles + self.precision.bytes() * results
             }
         }
@@ -474,7 +474,7 @@ mod tests {
     use crate::{
         cost::sharding::Strategy,
         data::model::Model,
-        models::{Llama, LlamaConfig},
+        models::{Decoder, DecoderConfig},
     };
 
     /// Two blocks of width 128.
@@ -489,8 +489,8 @@ mod tests {
             "num_attention_heads": 4, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
             "rope_theta": 1e4,
         });
-        let config = LlamaConfig::from_json(&config.to_string()).unwrap();
-        Model(Llama::from_config(config).unwrap())
+        let config = DecoderConfig::from_json(&config.to_string()).unwrap();
+        Model(Decoder::from_config(config).unwrap())
     }
 
     fn parameters() -> Vec<ParameterInfo> {

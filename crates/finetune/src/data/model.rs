@@ -1,4 +1,4 @@
-//! A model of the Llama family for training, with or without adapters.
+//! A model of a supported family for training, with or without adapters.
 
 use candle_core::{DType, Device, Result as CandleResult};
 use candle_nn::VarBuilder;
@@ -9,7 +9,7 @@ use fsdp_plan::ParameterInfo;
 use crate::{
     data::dataset::{BatchTensors, RowPacking},
     error::{Result, spec::SpecError},
-    models::{Llama, Tokens},
+    models::{Decoder, Tokens},
 };
 
 /// A model that is trained on [`BatchTensors`].
@@ -17,7 +17,7 @@ use crate::{
 /// One training loop serves all models: model folders and byte-level models, with or without adapters.
 /// A second loop would have to repeat locks, checkpoints, agreement between processes and recovery.
 #[derive(Clone, Debug)]
-pub(crate) struct Model(pub(crate) Llama);
+pub(crate) struct Model(pub(crate) Decoder);
 
 /// The sizes of a model that determine the memory per token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +32,8 @@ pub(crate) struct ModelSizes {
     pub(crate) keys: usize,
     /// Width of the feed-forward network.
     pub(crate) feed_forward: usize,
+    /// Numbers that a block keeps beside those of a Llama.
+    pub(crate) unfused: usize,
     /// Size of the vocabulary.
     pub(crate) vocabulary: usize,
 }
@@ -41,7 +43,7 @@ impl Model {
     ///
     /// # Errors
     ///
-    /// The errors of [`Llama::declare`].
+    /// The errors of [`Decoder::declare`].
     pub(crate) fn declare(&self, vb: &VarBuilder<'_>) -> CandleResult<()> {
         self.0.declare(vb)
     }
@@ -55,7 +57,7 @@ impl Model {
     ///
     /// # Errors
     ///
-    /// The errors of [`Llama::loss`].
+    /// The errors of [`Decoder::loss`].
     pub(crate) fn loss(&self, units: &Units, batch: BatchTensors) -> CandleResult<Loss> {
         let BatchTensors { ids, targets: labels, packing } = batch;
         let tokens = match packing {
@@ -78,8 +80,7 @@ impl Model {
         if self.lora().is_some() {
             return Vec::new();
         }
-        let biases = self.0.config().attention_bias.then_some("bias");
-        Llama::NORMS.into_iter().chain(biases).collect()
+        self.0.undecayed()
     }
 
     /// Returns patterns of tensors that weight files may contain although the model has no such
@@ -143,11 +144,12 @@ impl Model {
     pub(crate) fn sizes(&self) -> ModelSizes {
         let config = self.0.config();
         ModelSizes {
-            layers: config.num_hidden_layers,
+            layers: config.layers.len(),
             hidden: config.hidden_size,
-            queries: config.num_attention_heads * config.head_dim,
-            keys: config.num_key_value_heads * config.head_dim,
-            feed_forward: config.intermediate_size,
+            queries: config.query_width(),
+            keys: config.key_width(),
+            feed_forward: config.active_width(),
+            unfused: config.unfused_width(),
             vocabulary: config.vocab_size,
         }
     }

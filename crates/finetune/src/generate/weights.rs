@@ -11,7 +11,7 @@ use fsdp_plan::Pattern;
 use crate::{
     error::{Result, folder::FolderError},
     folder::Folder,
-    models::Llama,
+    models::Decoder,
 };
 
 /// Loads the variables of a model in single precision, from the weights of its folder. Adapters, if
@@ -22,9 +22,9 @@ use crate::{
 /// [`FolderError::Weights`] or [`FolderError::TensorMismatch`] if the weights are damaged or belong to
 /// another model, [`FolderError::AdapterMismatch`] if the adapters belong to another model.
 #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
-pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<VarBuilder<'static>> {
+pub(super) fn load(folder: &Folder, decoder: &Decoder) -> Result<VarBuilder<'static>> {
     // Only a layer named by adapters can be missing: all other layers follow from the configuration.
-    let declared = declare(|vb| llama.declare(&vb), DType::F32, &Device::Cpu)
+    let declared = declare(|vb| decoder.declare(&vb), DType::F32, &Device::Cpu)
         .map_err(|cause| FolderError::AdapterMismatch { cause })?;
     let mut infos = Vec::with_capacity(declared.len());
     for parameter in &declared {
@@ -36,13 +36,13 @@ pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<VarBuilder<'static>
     folder.check_tied_head(&weights)?;
     let to_folder_error = |error| weights_error(folder, error);
     let adapter_names = patterns(&Lora::PATTERNS);
-    let unexpected_names = patterns(&llama.unexpected_weights());
+    let unexpected_names = patterns(&decoder.unexpected_weights());
     let allowed = AllowedNames {
-        missing: if llama.lora().is_some() { &adapter_names[..] } else { &[] },
+        missing: if decoder.lora().is_some() { &adapter_names[..] } else { &[] },
         unexpected: &unexpected_names,
     };
     weights.check_fits(&infos, allowed).map_err(to_folder_error)?;
-    let read_adapter = llama.lora().map(Lora::values);
+    let read_adapter = decoder.lora().map(Lora::values);
     let mut tensors = BTreeMap::new();
     for (parameter, info) in declared.iter().zip(&infos) {
         let all = 0..parameter.shape.elem_count();
@@ -55,7 +55,7 @@ pub(super) fn load(folder: &Folder, llama: &Llama) -> Result<VarBuilder<'static>
         };
         tensors.insert(info.name.clone(), items.reshape(&parameter.shape)?);
     }
-    if let Some(lora) = llama.lora() {
+    if let Some(lora) = decoder.lora() {
         merge_adapters(&mut tensors, lora)?;
     }
     Ok(VarBuilder::from_tensors(tensors.into_iter().collect(), DType::F32, &Device::Cpu))

@@ -20,20 +20,12 @@ pub enum ModelError {
         expected: String,
     },
     /// A layer cannot have an adapter.
-    #[error(
-        "{layer} cannot have an adapter: {}",
-        if *is_tied {
-            "the embedding and the head share its weight (tie_word_embeddings), and the merged adapter \
-             would change both"
-        } else {
-            "it is an embedding, not a linear layer"
-        }
-    )]
+    #[error("{layer} cannot have an adapter: {reason}")]
     Adapter {
         /// Name of the layer.
-        layer: &'static str,
-        /// Whether the embedding and the head share a weight.
-        is_tied: bool,
+        layer: String,
+        /// The reason, in words.
+        reason: &'static str,
     },
     /// A sequence has more tokens than the model has positions.
     #[error(

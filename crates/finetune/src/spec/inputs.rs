@@ -13,7 +13,7 @@ use crate::{
     },
     error::{Result, run::RunError, spec::SpecError},
     folder::Folder,
-    models::{Llama, LlamaConfig},
+    models::{Decoder, DecoderConfig},
     text::{
         examples::{Examples, Overlong},
         source::is_valid,
@@ -21,9 +21,6 @@ use crate::{
         tokenizer::Tokenizer,
     },
 };
-
-/// The default layers of adapters, as in PEFT.
-pub(crate) const ADAPTED: [&str; 2] = ["q_proj", "v_proj"];
 
 /// The model of a run, and the layout of its texts, as `run.json` records them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -105,9 +102,10 @@ impl RunInputs {
     /// # Errors
     ///
     /// [`SpecError::Model`] if the model is not supported.
-    pub(crate) fn llama(&self) -> Result<Llama> {
-        let config = LlamaConfig::from_json(&self.config.to_string());
-        Ok(config.and_then(Llama::from_config).map_err(SpecError::Model)?)
+    pub(crate) fn decoder(&self) -> Result<Decoder> {
+        let config = DecoderConfig::from_json(&self.config.to_string());
+        let decoder = config.and_then(Decoder::from_config).map_err(SpecError::Model)?;
+        Ok(decoder.with_context(self.context))
     }
 
     /// Opens the folder of the model.

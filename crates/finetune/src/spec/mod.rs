@@ -42,7 +42,6 @@ use crate::{
     },
     error::{Error, Result, run::RunError, spec::SpecError},
     files,
-    spec::inputs::ADAPTED,
     text::source::TextSource,
 };
 
@@ -197,9 +196,10 @@ impl Spec {
     ///
     /// [`SpecError::Model`] if the model is not supported, or an error of [`Recipe::adapters`].
     pub(crate) fn trained_model(&self) -> Result<Model> {
-        let llama = self.finetune.llama()?;
-        let Some(lora) = self.recipe.adapters(&ADAPTED)? else { return Ok(Model(llama)) };
-        let adapted = |lora| llama.clone().with_lora(lora).map(Model).map_err(SpecError::Model);
+        let decoder = self.finetune.decoder()?;
+        let layers = decoder.config().adapted();
+        let Some(lora) = self.recipe.adapters(layers)? else { return Ok(Model(decoder)) };
+        let adapted = |lora| decoder.clone().with_lora(lora).map(Model).map_err(SpecError::Model);
         let model = adapted(lora.clone())?;
         Ok(match self.base_dtype(&model)? {
             Some(dtype) => adapted(lora.with_base_dtype(dtype))?,

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::{
     error::{Result, spec::SpecError},
-    models::LlamaConfig,
+    models::DecoderConfig,
     train::options::RunOptions,
 };
 
@@ -14,7 +14,7 @@ const CONFIG: &str = include_str!("built_in.json");
 /// Returns the `config.json` of the model, with the sizes that the options of a run set.
 #[expect(clippy::expect_used, reason = "the message says why it cannot fail")]
 pub(super) fn config(options: &RunOptions) -> Result<Value> {
-    let built_in = LlamaConfig::from_json(CONFIG).expect("it is the configuration of a Llama");
+    let built_in = DecoderConfig::from_json(CONFIG).expect("it is the configuration of a Llama");
     check_heads(&built_in, options)?;
     let mut config: Value = serde_json::from_str(CONFIG).expect("a configuration is JSON");
     for (field, size) in [
@@ -29,7 +29,7 @@ pub(super) fn config(options: &RunOptions) -> Result<Value> {
             config[field] = json!(size);
         }
     }
-    LlamaConfig::from_json(&config.to_string()).map_err(SpecError::Model)?;
+    DecoderConfig::from_json(&config.to_string()).map_err(SpecError::Model)?;
     Ok(config)
 }
 
@@ -40,7 +40,7 @@ const fn feed_forward(hidden: usize) -> usize {
 }
 
 /// Rejects a number of heads that does not divide the hidden width.
-fn check_heads(built_in: &LlamaConfig, options: &RunOptions) -> Result<()> {
+fn check_heads(built_in: &DecoderConfig, options: &RunOptions) -> Result<()> {
     let hidden = options.hidden.unwrap_or(built_in.hidden_size);
     let n_heads = options.n_heads.unwrap_or(built_in.num_attention_heads);
     if n_heads > 0 && hidden.is_multiple_of(n_heads) {
@@ -63,8 +63,8 @@ mod tests {
             ..RunOptions::default()
         };
         let config = config(&options).unwrap();
-        let llama = LlamaConfig::from_json(&config.to_string()).unwrap();
-        assert_eq!((llama.num_hidden_layers, llama.hidden_size), (3, 24));
+        let llama = DecoderConfig::from_json(&config.to_string()).unwrap();
+        assert_eq!((llama.layers.len(), llama.hidden_size), (3, 24));
         assert_eq!((llama.num_attention_heads, llama.num_key_value_heads), (2, 2));
         assert_eq!((llama.max_position_embeddings, llama.intermediate_size), (16, 66));
     }

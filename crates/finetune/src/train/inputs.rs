@@ -99,7 +99,7 @@ impl RunOptions {
 
     /// Returns the maximum number of tokens of a sequence: by default, the positions of the model.
     fn checked_context(&self, folder: &Folder) -> Result<usize> {
-        let n_positions = folder.llama().config().max_position_embeddings;
+        let n_positions = folder.decoder().config().max_position_embeddings;
         let context = self.context.unwrap_or(n_positions);
         if (2..=n_positions).contains(&context) {
             return Ok(context);

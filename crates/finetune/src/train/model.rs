@@ -139,13 +139,17 @@ mod tests {
 
     #[test]
     fn fine_tuning_has_the_losses_of_transformers() {
-        // The head of qwen2 is tied, and its projections have biases.
-        for (model, sharding) in
-            [("llama", None), ("qwen2", None), ("qwen2", Some(Sharding::default()))]
-        {
+        let sharding = Some(Sharding::default());
+        // The head of qwen2 is tied, and its projections have biases. transformers trains phi3_longrope
+        // with the frequencies of each batch's width, and a run has one context.
+        let families = golden::FAMILIES.into_iter().filter(|model| *model != "phi3_longrope");
+        for model in ["llama", "qwen2"].into_iter().chain(families) {
             let expected = &golden::json(model, "expected.json");
-            let steps = steps(&fine_tuned(model, 50, &json!({})), sharding.as_ref(), expected);
-            assert_near(&expected["finetune"], &steps, [1e-5, 1e-5], model);
+            let settings = fine_tuned(model, 50, &json!({}));
+            for sharding in [None, sharding.as_ref()] {
+                let steps = steps(&settings, sharding, expected);
+                assert_near(&expected["finetune"], &steps, [1e-5, 5e-5], model);
+            }
         }
     }
 
@@ -170,9 +174,12 @@ mod tests {
 
     #[test]
     fn halves_learn_as_in_transformers() {
-        let expected = &golden::json("llama", "expected.json");
-        let settings = fine_tuned("llama", 20, &json!({"dtype": "bf16"}));
-        assert_near(&expected["bf16"], &steps(&settings, None, expected), [0.02, 0.05], "halves");
+        let families = golden::FAMILIES.into_iter().filter(|model| *model != "phi3_longrope");
+        for model in ["llama"].into_iter().chain(families) {
+            let expected = &golden::json(model, "expected.json");
+            let settings = fine_tuned(model, 20, &json!({"dtype": "bf16"}));
+            assert_near(&expected["bf16"], &steps(&settings, None, expected), [0.03, 0.2], model);
+        }
     }
 
     /// Describes a run that fine-tunes a model.

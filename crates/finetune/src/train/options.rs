@@ -63,7 +63,7 @@ pub struct RunOptions {
     /// Continue if the loss of a step is infinite or NaN, which otherwise ends the run
     #[cfg_attr(feature = "clap", arg(long))]
     pub allow_non_finite: bool,
-    /// Fine-tune the model in this folder: a Hugging Face folder (Llama, Qwen 2, Mistral), or a run
+    /// Fine-tune the model in this folder: a Hugging Face folder (Llama, Qwen, Gemma, …), or a run
     /// that has ended [default: a small new byte-level model]
     #[cfg_attr(
         feature = "clap",

@@ -58,7 +58,7 @@ impl Products<'_> {
 
 /// Returns the `config.json` of a folder for weights of a type, unchanged if it names that type.
 fn config(folder: &Folder, dtype: DType) -> Result<Vec<u8>> {
-    if folder.llama().config().dtype == dtype {
+    if folder.decoder().config().dtype == dtype {
         return Ok(folder.config_json().as_bytes().to_vec());
     }
     let mut config = folder.config()?;

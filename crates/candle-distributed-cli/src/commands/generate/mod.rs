@@ -22,7 +22,7 @@ use crate::{
     sampling::SamplingArgs,
 };
 
-/// Generate text with a model: a Hugging Face folder (Llama, Qwen 2, Mistral), or a folder written
+/// Generate text with a model: a Hugging Face folder (Llama, Qwen, Gemma, …), or a folder written
 /// by `train`.
 ///
 /// The model runs in single precision on the CPU, and caches the keys and values of all tokens. A

@@ -46,7 +46,7 @@ impl WritingArgs {
     pub(super) fn check(&self, run: &PreparedRun) -> Result<()> {
         let Some(prompt) = &self.prompt else { return Ok(()) };
         self.sampling.generation(run.spec.seed).check().map_err(finetune::Error::from)?;
-        let context = run.folder.llama().config().max_position_embeddings;
+        let context = run.folder.decoder().config().max_position_embeddings;
         Prompt::Text(prompt).ids(run.folder.tokenizer(), context)?;
         Ok(())
     }

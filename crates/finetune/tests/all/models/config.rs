@@ -1,10 +1,8 @@
 //! Supported and unsupported settings of a `config.json`.
 
 use candle_core::DType;
-use finetune::models::{Llama, LlamaConfig, ModelError, RopeScaling};
+use finetune::models::{Biases, Decoder, DecoderConfig, RopeScaling};
 use serde_json::{Value, json};
-
-use crate::models::golden::{Golden, MODELS};
 
 /// Builds a `config.json` in the layout of transformers 4, with some fields replaced.
 fn changed(fields: &[(&str, Value)]) -> String {
@@ -21,59 +19,61 @@ fn changed(fields: &[(&str, Value)]) -> String {
 }
 
 fn rejection(fields: &[(&str, Value)]) -> String {
-    let model = LlamaConfig::from_json(&changed(fields)).and_then(Llama::from_config);
+    let model = DecoderConfig::from_json(&changed(fields)).and_then(Decoder::from_config);
     model.unwrap_err().to_string()
 }
 
 #[test]
-fn rope_scalings_are_read() {
-    let scalings = MODELS.map(|model| Golden::open(model).llama.config().rope_scaling);
-    assert_eq!(
-        scalings.map(|scaling| matches!(scaling, RopeScaling::Llama3 { .. })),
-        [false, true, false, false]
-    );
-}
-
-#[test]
 fn defaults_match_transformers() {
-    let config = LlamaConfig::from_json(&changed(&[])).unwrap();
+    let config = DecoderConfig::from_json(&changed(&[])).unwrap();
     assert_eq!(config.head_dim, 4);
     assert_eq!((config.dtype, config.tie_word_embeddings), (DType::F32, false));
-    assert_eq!((config.sliding_window, config.attention_bias), (None, false));
-    let llama2 = json!({"rope_scaling": {"type": "linear", "factor": 2}, "num_key_value_heads": null, "torch_dtype": "bfloat16"});
-    let fields: Vec<_> = llama2
-        .as_object()
-        .unwrap()
-        .iter()
-        .map(|(name, value)| (name.as_str(), value.clone()))
-        .collect();
-    let config = LlamaConfig::from_json(&changed(&fields)).unwrap();
-    assert_eq!(config.rope_scaling, RopeScaling::Linear { factor: 2. });
+    assert_eq!((config.layers[0].window, config.biases), (None, Biases::default()));
+    let llama2 = [
+        ("rope_scaling", json!({"type": "linear", "factor": 2})),
+        ("num_key_value_heads", Value::Null),
+        ("torch_dtype", json!("bfloat16")),
+    ];
+    let config = DecoderConfig::from_json(&changed(&llama2)).unwrap();
+    assert_eq!(config.ropes[0].scaling, RopeScaling::Linear { factor: 2. });
     assert_eq!((config.num_key_value_heads, config.dtype), (4, DType::BF16));
 }
 
 #[test]
 fn windows_depend_on_the_architecture() {
-    let window = |architecture: &str, fields: &[(&str, Value)]| {
+    let windows = |architecture: &str, fields: &[(&str, Value)]| {
         let architecture = [("architectures", json!([architecture]))];
-        let config = LlamaConfig::from_json(&changed(&[&architecture[..], fields].concat()));
-        config.map(|config| config.sliding_window).map_err(|error| error.to_string())
+        let config = DecoderConfig::from_json(&changed(&[&architecture[..], fields].concat()));
+        let windows = |config: DecoderConfig| [0, 1].map(|layer| config.layers[layer].window);
+        config.map(windows).map_err(|error| error.to_string())
     };
     let given = |window: Value| ("sliding_window", window);
     let used = |used: bool| ("use_sliding_window", json!(used));
-    let missing = "sliding_window is missing, it must be given in this architecture, null for none";
-    let [llama, qwen, mistral] = ["LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"];
-    assert_eq!(window(llama, &[given(json!(8))]), Ok(None));
+    let missing =
+        |field: &str| format!("{field} is missing, it must be given in this architecture");
     let types = |name| ("layer_types", json!([name, "full_attention"]));
-    assert_eq!(window(llama, &[given(json!(8)), types("full_attention")]), Ok(None));
-    assert_eq!(window(llama, &[given(json!(8)), types("sliding_attention")]), Ok(Some(8)));
-    assert_eq!(window(qwen, &[given(json!(8))]), Ok(None));
-    assert_eq!(window(qwen, &[given(json!(8)), used(false)]), Ok(None));
-    assert_eq!(window(qwen, &[given(json!(8)), used(true)]), Ok(Some(8)));
-    assert_eq!(window(qwen, &[used(true)]), Err(missing.to_owned()));
-    assert_eq!(window(mistral, &[given(json!(8)), used(false)]), Ok(Some(8)));
-    assert_eq!(window(mistral, &[given(Value::Null)]), Ok(None));
-    assert_eq!(window(mistral, &[]), Err(missing.to_owned()));
+    let rejected =
+        "layer_types is sliding_attention, it must be full_attention in this architecture";
+    let llama = "LlamaForCausalLM";
+    assert_eq!(windows(llama, &[given(json!(8))]), Ok([None; 2]));
+    assert_eq!(windows(llama, &[given(json!(8)), types("full_attention")]), Ok([None; 2]));
+    assert_eq!(
+        windows(llama, &[given(json!(8)), types("sliding_attention")]),
+        Err(rejected.into())
+    );
+    let qwen = "Qwen2ForCausalLM";
+    let first = ("max_window_layers", json!(1));
+    assert_eq!(windows(qwen, &[given(json!(8))]), Ok([None; 2]));
+    assert_eq!(windows(qwen, &[given(json!(8)), used(false)]), Ok([None; 2]));
+    assert_eq!(windows(qwen, &[given(json!(8)), used(true), first.clone()]), Ok([None, Some(8)]));
+    assert_eq!(windows(qwen, &[given(json!(8)), used(true)]), Err(missing("max_window_layers")));
+    assert_eq!(windows(qwen, &[used(true), first]), Err(missing("sliding_window")));
+    let is_contradicted = windows(qwen, &[given(json!(8)), types("sliding_attention")]);
+    assert_eq!(is_contradicted, Err(rejected.into()));
+    let mistral = "MistralForCausalLM";
+    assert_eq!(windows(mistral, &[given(json!(8)), used(false)]), Ok([Some(8); 2]));
+    assert_eq!(windows(mistral, &[given(Value::Null)]), Ok([None; 2]));
+    assert_eq!(windows(mistral, &[]), Ok([Some(4096); 2]));
 }
 
 #[test]
@@ -81,22 +81,17 @@ fn unsupported_settings_are_rejected_by_name() {
     for (field, value, expected) in [
         (
             "architectures",
-            json!(["GemmaForCausalLM"]),
-            r#"architectures is ["GemmaForCausalLM"], it must be one of LlamaForCausalLM, Qwen2ForCausalLM, MistralForCausalLM"#,
+            json!(["Qwen3NextForCausalLM"]),
+            r#"architectures is ["Qwen3NextForCausalLM"] (gated delta nets), it must be one of Llama"#,
         ),
         ("hidden_act", json!("gelu"), "hidden_act is gelu, it must be silu"),
-        (
-            "attention_bias",
-            json!(true),
-            "attention_bias is true, it must be false in this architecture",
-        ),
-        ("mlp_bias", json!(true), "mlp_bias is true"),
         ("attention_dropout", json!(0.1), "attention_dropout is 0.1, it must be 0"),
-        ("partial_rotary_factor", json!(0.5), "partial_rotary_factor is 0.5, it must be 1"),
+        ("partial_rotary_factor", json!(1.5), "partial_rotary_factor is 1.5, it must be above 0"),
+        ("partial_rotary_factor", json!(0.9), "the rotated width is 3, it must be even"),
         (
             "rope_scaling",
-            json!({"type": "yarn", "factor": 2.0}),
-            "rope_scaling.type is yarn, it must be default, linear or llama3",
+            json!({"type": "dynamic", "factor": 2.0}),
+            "rope_scaling.type is dynamic, it must be default, linear, llama3, yarn or longrope",
         ),
         ("rope_scaling", json!({"type": "linear"}), "rope_scaling.factor is missing"),
         ("rope_scaling", json!({"type": "linear", "factor": 0.5}), "rope_scaling.factor is 0.5"),
@@ -141,23 +136,9 @@ fn unsupported_settings_are_rejected_by_name() {
     assert!(
         rejection(&[("rope_parameters", per_layer)]).contains("unknown field `full_attention`")
     );
-    let other = LlamaConfig::from_json(r#"{"architectures": ["GPT2LMHeadModel"], "n_embd": 8}"#);
+    let other = DecoderConfig::from_json(r#"{"architectures": ["GPT2LMHeadModel"], "n_embd": 8}"#);
     assert!(other.unwrap_err().to_string().starts_with("architectures is"));
-    let missing = LlamaConfig::from_json(r#"{"architectures": ["LlamaForCausalLM"]}"#).unwrap_err();
-    assert!(
-        matches!(missing, ModelError::Json(_)) && missing.to_string().contains("missing field")
-    );
-}
-
-#[test]
-fn window_limits_only_used_positions() {
-    let text =
-        changed(&[("architectures", json!(["MistralForCausalLM"])), ("sliding_window", json!(32))]);
-    let mut config = LlamaConfig::from_json(&text).unwrap();
-    assert!(matches!(
-        Llama::from_config(config.clone()),
-        Err(ModelError::Field { field: "sliding_window", .. })
-    ));
-    config.max_position_embeddings = 32;
-    Llama::from_config(config).unwrap();
+    let missing =
+        DecoderConfig::from_json(r#"{"architectures": ["LlamaForCausalLM"]}"#).unwrap_err();
+    assert!(missing.to_string().contains("num_attention_heads is missing"), "{missing}");
 }

@@ -8,21 +8,26 @@ use finetune::models::Tokens;
 use pmap_mesh::{DeviceMesh, Replica};
 use serde_json::Value;
 
-use crate::models::golden::{Golden, MODELS, distance, ids, labels};
+use crate::models::golden::{FAMILIES, Golden, MODELS, distance, ids, labels};
 
 #[test]
 fn logits_match_transformers() {
-    for model in MODELS {
+    for model in MODELS.into_iter().chain(FAMILIES) {
         let golden = Golden::open(model);
         let units = golden.units(&golden.variables());
         for batch in golden.expected["logits"].as_array().unwrap() {
-            let tokens = Tokens::rows(ids(&Golden::rows(&batch["input_ids"])));
-            let logits = golden.llama.logits(&units, &tokens).unwrap();
-            let expected = &golden.tensors[batch["tensor"].as_str().unwrap()];
+            let rows = Golden::rows(&batch["input_ids"]);
+            let tokens = Tokens::rows(ids(&rows));
+            let logits = golden.decoder_for(rows[0].len()).logits(&units, &tokens).unwrap();
             for (row, mask) in Golden::rows(&batch["attention_mask"]).iter().enumerate() {
                 let n = mask.iter().filter(|&&real| real == 1).count();
-                let difference =
-                    distance(&logits.i((row, ..n)).unwrap(), &expected.i((row, ..n)).unwrap());
+                let (found, expected) = if let Some(all) = batch["tensor"].as_str() {
+                    (logits.i((row, ..n)), golden.tensors[all].i((row, ..n)))
+                } else {
+                    let last = batch["last_tensor"].as_str().unwrap();
+                    (logits.i((row, n - 1)), golden.tensors[last].i(row))
+                };
+                let difference = distance(&found.unwrap(), &expected.unwrap());
                 assert!(difference < 1e-5, "{model}: {difference}");
             }
         }
@@ -31,7 +36,7 @@ fn logits_match_transformers() {
 
 #[test]
 fn packed_logits_equal_separate_logits() {
-    for model in MODELS {
+    for model in MODELS.into_iter().chain(FAMILIES) {
         let golden = Golden::open(model);
         let units = golden.units(&golden.variables());
         let sequences = [vec![3_i64, 14, 15, 92, 65], vec![35, 89], vec![79, 32, 38]];
@@ -40,11 +45,11 @@ fn packed_logits_equal_separate_logits() {
         let positions = [0_i64, 1, 2, 3, 4, 0, 1, 0, 1, 2];
         let row = |items: &[i64]| ids(&[items.to_vec()]);
         let tokens = Tokens::packed(row(&packed), row(&segments), row(&positions));
-        let logits = golden.llama.logits(&units, &tokens).unwrap();
+        let logits = golden.decoder.logits(&units, &tokens).unwrap();
         let mut start = 0;
         for sequence in sequences {
             let end = start + sequence.len();
-            let separate = golden.llama.logits(&units, &Tokens::rows(row(&sequence))).unwrap();
+            let separate = golden.decoder.logits(&units, &Tokens::rows(row(&sequence))).unwrap();
             let difference = distance(&logits.i((.., start..end)).unwrap(), &separate);
             assert!(difference < 2e-6, "{model}: {difference}");
             start = end;
@@ -61,11 +66,11 @@ fn packed_rows_are_independent() {
     let positions = [[0_i64, 1, 2, 3, 0, 1], [0, 1, 0, 1, 2, 0]];
     let both = |rows: [[i64; 6]; 2]| ids(&rows.map(|row| row.to_vec()));
     let tokens = Tokens::packed(both(rows), both(segments), both(positions));
-    let logits = golden.llama.logits(&units, &tokens).unwrap();
+    let logits = golden.decoder.logits(&units, &tokens).unwrap();
     for n in 0..2 {
         let one = |rows: [[i64; 6]; 2]| ids(&[rows[n].to_vec()]);
         let tokens = Tokens::packed(one(rows), one(segments), one(positions));
-        let separate = golden.llama.logits(&units, &tokens).unwrap();
+        let separate = golden.decoder.logits(&units, &tokens).unwrap();
         let difference = distance(&logits.i(n..=n).unwrap(), &separate);
         assert!(difference < 2e-6, "row {n}: {difference}");
     }
@@ -73,7 +78,7 @@ fn packed_rows_are_independent() {
 
 #[test]
 fn losses_and_gradients_match_transformers() {
-    for model in MODELS {
+    for model in MODELS.into_iter().chain(FAMILIES) {
         let golden = Golden::open(model);
         let gradients = &golden.expected["gradients"];
         let tokens = Golden::rows(&golden.expected["logits"][0]["input_ids"]);
@@ -106,7 +111,7 @@ fn losses_and_gradients_match_transformers() {
 
 #[test]
 fn masked_losses_match_transformers() {
-    for model in MODELS {
+    for model in MODELS.into_iter().chain(FAMILIES) {
         let golden = Golden::open(model);
         let answers = &golden.expected["answer_only"];
         let tokens = Golden::rows(&answers["input_ids"]);
@@ -120,7 +125,7 @@ fn overlong_sequences_are_rejected() {
     let golden = Golden::open("llama");
     let units = golden.units(&golden.variables());
     let row = |len: i64| ids(&[(0..len).collect()]);
-    let logits = |tokens: Tokens| golden.llama.logits(&units, &tokens).map(drop);
+    let logits = |tokens: Tokens| golden.decoder.logits(&units, &tokens).map(drop);
     let rejected = |found: candle_core::Result<()>, length: usize| {
         let expected = format!("a sequence has {length} tokens, but the model has 128 positions");
         assert!(found.unwrap_err().to_string().contains(&expected));
@@ -143,12 +148,12 @@ fn differentiated(
 ) -> (f64, Vec<(String, Tensor)>) {
     let variables = golden.variables();
     let units = Arc::new(golden.units(&variables));
-    let llama = golden.llama.clone();
+    let decoder = golden.decoder_for(tokens[0].len());
     let mesh = DeviceMesh::cpu(1).unwrap();
     let vars: Vec<Var> = variables.values().cloned().collect();
     let differentiate =
         value_and_grad(&mesh, vars, move |_: &Replica, (ids, labels): (Tensor, Tensor)| {
-            llama.loss(&units, &Tokens::rows(ids), &labels)
+            decoder.loss(&units, &Tokens::rows(ids), &labels)
         });
     let targets = labels(&Golden::rows(targets));
     let (loss, gradients) = differentiate.call((ids(tokens), targets)).unwrap();

@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use candle_nn::{Optimizer, ParamsAdamW};
 use core_types::Seed;
 use dist_train::{AdamW, DataParallel, Group, Loss, Units};
-use finetune::models::{Llama, Tokens};
+use finetune::models::{Decoder, Tokens};
 use pmap_mesh::{DeviceMesh, Replica};
 use serde_json::Value;
 
@@ -17,9 +17,9 @@ pub(crate) const STEPS: usize = 50;
 #[test]
 fn random_weights_match_transformers_spread() {
     let mesh = DeviceMesh::cpu(1).unwrap();
-    let llama = Golden::open("qwen2").llama;
-    let model = DataParallel::builder(&mesh, |vb| llama.declare(&vb))
-        .by_units(llama.units())
+    let decoder = Golden::open("qwen2").decoder;
+    let model = DataParallel::builder(&mesh, |vb| decoder.declare(&vb))
+        .by_units(decoder.units())
         .init(Seed::new(1))
         .build(optimizer)
         .unwrap();
@@ -65,11 +65,14 @@ pub(crate) fn optimizer(group: Group) -> candle_core::Result<AdamW> {
 }
 
 pub(crate) fn loss(
-    llama: &Llama,
+    decoder: &Decoder,
 ) -> impl Fn(&Replica, &Units, (Tensor, Tensor)) -> candle_core::Result<Loss> + Send + Sync + 'static
 {
-    let llama = llama.clone();
-    move |_, model, (ids, labels)| llama.loss(model, &Tokens::rows(ids), &labels)
+    let decoder = decoder.clone();
+    move |_, model, (ids, labels)| {
+        let decoder = decoder.clone().with_context(ids.dim(1)?);
+        decoder.loss(model, &Tokens::rows(ids), &labels)
+    }
 }
 
 /// Returns the token ids of a step, and its labels: all tokens except padding.
