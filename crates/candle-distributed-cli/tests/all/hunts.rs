@@ -188,6 +188,24 @@ fn bytes(number: &str, unit: &str) -> f64 {
     number.parse::<f64>().unwrap() * 1024_f64.powi(i32::try_from(power).unwrap())
 }
 
+/// Draws the family of a model.
+fn set_family(fields: &mut Value, draw: &mut RandomDraws) {
+    let families = ["Llama", "Llama", "Qwen3", "Gemma2", "Phi3", "Olmo2", "Granite", "Glm4"];
+    let family = draw.choose(&families);
+    fields["architectures"] = json!([format!("{family}ForCausalLM")]);
+    match family {
+        "Qwen3" => fields["head_dim"] = json!(32),
+        "Gemma2" => {
+            fields["hidden_act"] = json!("gelu_pytorch_tanh");
+            fields["head_dim"] = json!(32);
+            fields["sliding_window"] = json!(48);
+        }
+        "Granite" => fields["residual_multiplier"] = json!(0.25),
+        "Glm4" => fields["head_dim"] = json!(16),
+        _ => {}
+    }
+}
+
 /// Draws a model and options, and returns the arguments of their dry run. Its step takes a few seconds.
 fn random_dry_run(draw: &mut RandomDraws, home: &ModelHome) -> Vec<String> {
     let (vocabulary, hidden, width, layers, tokens) = loop {
@@ -210,6 +228,7 @@ fn random_dry_run(draw: &mut RandomDraws, home: &ModelHome) -> Vec<String> {
     fields["num_hidden_layers"] = json!(layers);
     fields["max_position_embeddings"] = json!(512);
     fields["tie_word_embeddings"] = json!(draw.below(2) == 0);
+    set_family(&mut fields, draw);
     fs::write(home.at("new/config.json"), fields.to_string()).unwrap();
     let lines: Vec<String> = (0..1500)
         .map(|_| json!("a text of many words, ".repeat(draw.choose(&[1, 3, 10, 40]))).to_string())
