@@ -121,12 +121,10 @@ fn operations(device: &Device, dtype: DType) -> Vec<(&'static str, TensorOperati
         .with_label_smoothing(0.1)
         .with_class_weights(numbers(&[24], 7).abs().unwrap().to_device(device).unwrap());
     let head_config = config.clone().with_logit_scale(0.5).with_softcap(4.0);
-    let causal = AttentionConfig::causal().with_key_lengths(vec![5, 3]);
-    let window = causal.clone().with_window(2).with_softcap(2.0).with_sinks(on(&[4], 15));
     let partial = [cos.clone(), sin.clone()].map(|angles| angles.narrow(1, 0, 4).unwrap());
     let experts = on(&[3, 24, 24], 16);
     let key = DropoutKey { seed: 1, call: 2, offset: 0 };
-    vec![
+    let mut all: Vec<(_, TensorOperation)> = vec![
         ("rms_norm", Box::new(move |x| ops::rms_norm(x, &weight, 1e-5))),
         (
             "layer_norm",
@@ -173,20 +171,6 @@ fn operations(device: &Device, dtype: DType) -> Vec<(&'static str, TensorOperati
         ),
         ("dropout", Box::new(move |x| ops::dropout(x, 0.3, key))),
         (
-            "attention",
-            Box::new(move |x| {
-                let x = x.reshape((2, 5, 4, 6))?;
-                ops::attention(&x, &x.affine(0.7, 0.0)?, &x, &causal)
-            }),
-        ),
-        (
-            "attention with a window, a cap and sinks",
-            Box::new(move |x| {
-                let x = x.reshape((2, 5, 4, 6))?;
-                ops::attention(&x, &x.affine(0.7, 0.0)?, &x, &window)
-            }),
-        ),
-        (
             "cross_entropy",
             Box::new(move |x| ops::cross_entropy(&x.reshape((10, 24))?, &targets, &config)?.mean()),
         ),
@@ -203,7 +187,22 @@ fn operations(device: &Device, dtype: DType) -> Vec<(&'static str, TensorOperati
                 ops::embedding(&x.reshape((10, 24))?, &rows)
             }),
         ),
-    ]
+    ];
+    all.extend(attention_operations(on(&[4], 15)));
+    all
+}
+
+/// Returns attention with and without a window, on an argument [2, 5, 24].
+fn attention_operations(sinks: Tensor) -> [(&'static str, TensorOperation); 2] {
+    let causal = AttentionConfig::causal().with_key_lengths(vec![5, 3]);
+    let window = causal.clone().with_window(2).with_softcap(2.0).with_sinks(sinks);
+    let attend = |config: AttentionConfig| -> TensorOperation {
+        Box::new(move |x| {
+            let x = x.reshape((2, 5, 4, 6))?;
+            ops::attention(&x, &x.affine(0.7, 0.0)?, &x, &config)
+        })
+    };
+    [("attention", attend(causal)), ("attention with a window, a cap and sinks", attend(window))]
 }
 
 #[test]

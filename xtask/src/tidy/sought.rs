@@ -5,6 +5,7 @@ use crate::tidy::{Violation, surface::UnusedName};
 
 /// A crate's folder, a public name of it, and the reason to keep it. A type keeps its methods.
 const SOUGHT: &[(&str, &str, &str)] = &[
+    ("crates/data-loader", "NpyDataset::open", "NumPy's load"),
     ("crates/data-loader", "JsonlDataset::open_with", "limits for files of others"),
     ("crates/data-loader", "LoaderBuilder::prefetch_factor", "PyTorch's DataLoader"),
     ("crates/data-loader", "SampleBatch::with_lengths", "transforms that change a length"),
@@ -30,6 +31,7 @@ const SOUGHT: &[(&str, &str, &str)] = &[
     ("crates/finetune", "Examples::read", "examples of a program's own loop"),
     ("crates/finetune", "Folder::open", "Hugging Face's from_pretrained"),
     ("crates/finetune", "Generator::open", "Hugging Face's from_pretrained"),
+    ("crates/finetune", "Decoder::with_context", "models with LongRoPE in a loop of a program"),
     ("crates/finetune", "Decoder::undecayed", "parameters without weight decay"),
     ("crates/finetune", "TextSource::with_weight", "Hugging Face's interleave_datasets"),
     ("crates/fsdp-plan", "ParameterInfo::with_always_gather", "FSDP's ignored parameters"),
@@ -38,7 +40,7 @@ const SOUGHT: &[(&str, &str, &str)] = &[
     ("crates/fsdp-plan", "ShardingPlan::new", "plans of a strategy of one's own"),
     ("crates/fused-ops", "LayerNorm::new", "candle-nn's constructor"),
     ("crates/fused-ops", "Linear::with_adapter", "PEFT's layer in a model of one's own"),
-    ("crates/fused-ops", "RmsNorm::new", "candle-nn's constructor"),
+    ("crates/fused-ops", "add_rms_norm", "fused_add_rms_norm of vLLM and Liger"),
     ("crates/pmap-mesh", "P::concat", "JAX's out_specs"),
 ];
 

@@ -241,14 +241,12 @@ impl DecoderConfig {
     pub(super) const MAX_LAYERS: usize = 1 << 14;
 
     /// Returns the width of the queries of all heads.
-    #[must_use]
-    pub fn query_width(&self) -> usize {
+    pub(crate) fn query_width(&self) -> usize {
         self.num_attention_heads * self.head_dim
     }
 
     /// Returns the width of the keys of all heads, and of the values.
-    #[must_use]
-    pub fn key_width(&self) -> usize {
+    pub(crate) fn key_width(&self) -> usize {
         self.num_key_value_heads * self.head_dim
     }
 

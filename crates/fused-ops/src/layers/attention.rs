@@ -45,20 +45,6 @@ impl AttentionSizes {
         self.key_heads = heads;
         self
     }
-
-    /// Sets the size of a head, if it is not `hidden` / `heads`.
-    #[must_use]
-    pub fn with_head_size(mut self, size: usize) -> Self {
-        self.head_size = size;
-        self
-    }
-
-    /// Sets whether queries, keys and values have a bias.
-    #[must_use]
-    pub fn with_bias(mut self, bias: bool) -> Self {
-        self.bias = bias;
-        self
-    }
 }
 
 /// [`attention`](crate::attention()) between its four projections, with the parameter names of

@@ -24,7 +24,8 @@ struct Block {
 
 impl Block {
     fn new(vb: &VarBuilder<'_>) -> Result<Self> {
-        let sizes = AttentionSizes::new(16, 4).with_key_heads(2).with_bias(true);
+        let mut sizes = AttentionSizes::new(16, 4).with_key_heads(2);
+        sizes.bias = true;
         Ok(Self {
             norms: [rms_norm(16, 1e-5, vb.pp("first"))?, rms_norm(16, 1e-5, vb.pp("second"))?],
             attention: Attention::new(sizes, &vb.pp("attention"))?,

@@ -66,7 +66,8 @@ fn embedding() -> Result<()> {
 fn llama_parameters_have_their_names() -> Result<()> {
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
-    let sizes = layers::AttentionSizes::new(8, 4).with_key_heads(2).with_head_size(6);
+    let mut sizes = layers::AttentionSizes::new(8, 4).with_key_heads(2);
+    sizes.head_size = 6;
     let attention = layers::Attention::new(sizes, &vb.pp("self_attn"))?;
     let mlp = layers::SwiGlu::new(8, 20, &vb.pp("mlp"))?;
     let expected = [
