@@ -58,6 +58,19 @@ impl AffineLayer {
         &self.weight
     }
 
+    /// Returns the layer of some outputs, without copies.
+    pub(crate) fn narrow(&self, start: usize, outputs: usize) -> Result<Self> {
+        let part = |tensor: &Tensor| tensor.narrow(0, start, outputs);
+        let adapter = self.adapter.as_ref().map(|adapter| -> Result<_> {
+            Ok(Adapter { b: part(&adapter.b)?, ..adapter.clone() })
+        });
+        Ok(Self {
+            weight: part(&self.weight)?,
+            bias: self.bias.as_ref().map(part).transpose()?,
+            adapter: adapter.transpose()?,
+        })
+    }
+
     pub(crate) fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }

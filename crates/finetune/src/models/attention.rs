@@ -1,6 +1,6 @@
 //! Attention of a block between its projections.
 
-use candle_core::{D, Result, Tensor};
+use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 use fused_ops::{
     AttentionConfig, attention,
@@ -10,7 +10,7 @@ use fused_ops::{
 
 use crate::models::{
     config::{DecoderConfig, QkNorm},
-    layers::{linear, norm},
+    layers::{linear, linears, norm},
     names::{ATTENTION, KEY_NORM, QUERY_NORM, SINKS},
     pass::{Pass, PassKind, Positions},
     rope::RopePairs,
@@ -18,10 +18,8 @@ use crate::models::{
 
 #[derive(Debug)]
 pub(super) struct Attention {
-    /// Three, or one with the rows of all.
-    projections: Vec<Linear>,
-    /// Widths of queries, keys and values.
-    widths: [usize; 3],
+    /// To queries, keys and values.
+    projections: [Linear; 3],
     head_dim: usize,
     /// Norms of queries and keys.
     norms: Option<(QkNorm, [RmsNorm; 2])>,
@@ -34,7 +32,6 @@ pub(super) struct Attention {
 impl Attention {
     pub(super) fn new(config: &DecoderConfig, layer: usize, vb: &VarBuilder<'_>) -> Result<Self> {
         let vb = &vb.pp(ATTENTION);
-        let (queries, keys) = (config.query_width(), config.key_width());
         let layer = config.layers[layer];
         let norms = config.qk_norm_sizes().map(|(kind, [query, key])| -> Result<_> {
             let norm = |name, size| norm(config, size, &vb.pp(name));
@@ -47,13 +44,9 @@ impl Attention {
         if config.sinks {
             attention.sinks = Some(vb.get(config.num_attention_heads, SINKS)?);
         }
-        let projections = config.input_projections();
+        let (queries, keys) = (config.query_width(), config.key_width());
         Ok(Self {
-            projections: projections
-                .into_iter()
-                .map(|sizes| linear(sizes, vb))
-                .collect::<Result<_>>()?,
-            widths: [queries, keys, keys],
+            projections: linears(config.input_projections(), [queries, keys, keys], vb)?,
             head_dim: config.head_dim,
             norms: norms.transpose()?,
             rope: layer.rope.map(|rope| (rope, config.ropes[rope].pairs)),
@@ -84,13 +77,12 @@ impl Attention {
 
     /// Returns queries, keys and values [rows, length, heads, size], with their positions.
     fn heads(&self, x: &Tensor, pass: &Pass<'_>) -> Result<[Tensor; 3]> {
-        if let (Some(rotation), [query, key, value]) =
-            (self.fused_rotation(pass), &self.projections[..])
-        {
+        let [query, key, value] = self.projections.each_ref();
+        if let Some(rotation) = self.fused_rotation(pass) {
             let rotate = |layer: &Linear| layer.forward_rope(x, self.head_dim, rotation);
             return Ok([rotate(query)?, rotate(key)?, self.split_heads(&value.forward(x)?)?]);
         }
-        let [query, key, value] = self.project(x, pass.kind)?;
+        let [query, key, value] = pass.kind.project(x, [query, key, value])?;
         let [query, key] = self.norm_heads(&query, &key)?;
         let query = pass.positions.scale_query(self.rotate(query, pass.positions)?)?;
         Ok([query, self.rotate(key, pass.positions)?, self.split_heads(&value)?])
@@ -105,16 +97,6 @@ impl Attention {
             }
             _ => None,
         }
-    }
-
-    fn project(&self, x: &Tensor, kind: PassKind) -> Result<[Tensor; 3]> {
-        let layers: Vec<&Linear> = self.projections.iter().collect();
-        let projected = kind.project(x, &layers)?;
-        <[Tensor; 3]>::try_from(projected).or_else(|projected| {
-            let [queries, keys, values] = self.widths;
-            let part = |start, width| projected[0].narrow(D::Minus1, start, width);
-            Ok([part(0, queries)?, part(queries, keys)?, part(queries + keys, values)?])
-        })
     }
 
     fn norm_heads(&self, query: &Tensor, key: &Tensor) -> Result<[Tensor; 2]> {

@@ -1,10 +1,10 @@
 //! A block of a decoder: attention and a gated feed-forward network, each added to its input.
 
-use candle_core::{D, Result, Tensor};
+use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 use fused_ops::{
     Activation, geglu,
-    layers::{Linear, RmsNorm, SwiGlu},
+    layers::{RmsNorm, SwiGlu},
     swiglu,
 };
 
@@ -12,7 +12,7 @@ use crate::models::{
     attention::Attention,
     config::DecoderConfig,
     experts::Experts,
-    layers::{linear, norm},
+    layers::{linear, linears, norm},
     names::MLP,
     pass::{Pass, PassKind},
 };
@@ -65,10 +65,13 @@ impl Block {
         match &self.before_mlp {
             Some(norm) if self.after_attention.is_none() && self.adds_unscaled() => match kind {
                 PassKind::Rows => output.forward_add_norm(attended, x, norm),
-                PassKind::Token => norm.forward_add(&kind.project(attended, &[output])?[0], x),
+                PassKind::Token => {
+                    let [added] = kind.project(attended, [output])?;
+                    norm.forward_add(&added, x)
+                }
             },
             before_mlp => {
-                let added = kind.project(attended, &[output])?.swap_remove(0);
+                let [added] = kind.project(attended, [output])?;
                 let x = self.add(x, self.after_attention.as_ref(), &added)?;
                 let normed = apply(before_mlp.as_ref(), &x)?;
                 Ok((x, normed))
@@ -78,13 +81,13 @@ impl Block {
 
     /// Returns the sum of `x` and the result of the feed-forward network.
     fn add_mlp(&self, x: &Tensor, normed: &Tensor, kind: PassKind) -> Result<Tensor> {
-        match &self.mlp.layers {
-            MlpLayers::Separate(mlp)
+        match &self.mlp {
+            Mlp::Gated(mlp)
                 if kind == PassKind::Rows && self.after_mlp.is_none() && self.adds_unscaled() =>
             {
                 mlp.forward_add(normed, x)
             }
-            _ => self.add(x, self.after_mlp.as_ref(), &self.mlp.forward(normed, kind)?),
+            mlp => self.add(x, self.after_mlp.as_ref(), &mlp.forward(normed, kind)?),
         }
     }
 
@@ -107,60 +110,34 @@ fn apply(norm: Option<&RmsNorm>, x: &Tensor) -> Result<Tensor> {
 
 /// A gated feed-forward network, or several.
 #[derive(Debug)]
-struct Mlp {
-    layers: MlpLayers,
-    activation: Activation,
-}
-
-#[derive(Debug)]
-enum MlpLayers {
-    /// Gate and up are two layers.
-    Separate(SwiGlu),
-    /// Gate and up are one layer, with the rows of the gate first.
-    Together {
-        gate_up: Linear,
-        down: Linear,
-    },
+enum Mlp {
+    Gated(SwiGlu),
     Experts(Experts),
 }
 
 impl Mlp {
     fn new(config: &DecoderConfig, layer: usize, vb: &VarBuilder<'_>) -> Result<Self> {
-        let activation = config.activation;
         if let Some(experts) = config.experts.filter(|_| config.layers[layer].has_experts) {
-            let experts = Experts::new(config, &experts, &vb.pp(experts.part()))?;
-            return Ok(Self { layers: MlpLayers::Experts(experts), activation });
+            let vb = vb.pp(experts.part());
+            return Ok(Self::Experts(Experts::new(config, &experts, &vb)?));
         }
         let vb = &vb.pp(MLP);
-        let down = linear(config.down(), vb)?;
-        let layers = match config.gates()[..] {
-            [gate, up] => {
-                let mlp = SwiGlu::from_layers([linear(gate, vb)?, linear(up, vb)?, down]);
-                MlpLayers::Separate(mlp.with_activation(activation))
-            }
-            _ => MlpLayers::Together { gate_up: linear(config.gates()[0], vb)?, down },
-        };
-        Ok(Self { layers, activation })
+        let [gate, up] = linears(config.gates(), [config.intermediate_size; 2], vb)?;
+        let mlp = SwiGlu::from_layers([gate, up, linear(config.down(), vb)?]);
+        Ok(Self::Gated(mlp.with_activation(config.activation)))
     }
 
     fn forward(&self, x: &Tensor, kind: PassKind) -> Result<Tensor> {
-        let (gate, up, down) = match &self.layers {
-            MlpLayers::Separate(mlp) if kind == PassKind::Rows => return mlp.forward(x),
-            MlpLayers::Experts(experts) => return experts.forward(x),
-            MlpLayers::Separate(mlp) => {
+        match self {
+            Self::Gated(mlp) if kind == PassKind::Rows => mlp.forward(x),
+            Self::Gated(mlp) => {
                 let [gate, up, down] = mlp.layers();
-                let mut projected = kind.project(x, &[gate, up])?;
-                let up = projected.swap_remove(1);
-                (projected.swap_remove(0), up, down)
+                let [gate, up] = kind.project(x, [gate, up])?;
+                let [result] = kind.project(&gated(mlp.activation(), &gate, &up)?, [down])?;
+                Ok(result)
             }
-            MlpLayers::Together { gate_up, down } => {
-                let projected = kind.project(x, &[gate_up])?.swap_remove(0);
-                let width = projected.dim(D::Minus1)? / 2;
-                let part = |start| projected.narrow(D::Minus1, start, width);
-                (part(0)?, part(width)?, down)
-            }
-        };
-        Ok(kind.project(&gated(self.activation, &gate, &up)?, &[down])?.swap_remove(0))
+            Self::Experts(experts) => experts.forward(x),
+        }
     }
 }
 

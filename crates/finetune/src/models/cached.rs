@@ -108,7 +108,7 @@ impl CachedDecoder {
     /// Returns the logits [tokens, vocabulary] for `x` [1, tokens, hidden].
     fn logits(&self, x: &Tensor) -> Result<Tensor> {
         let normed = self.norm.forward(&x.squeeze(0)?)?;
-        let logits = PassKind::Token.project(&normed, &[&self.head])?.swap_remove(0);
+        let [logits] = PassKind::Token.project(&normed, [&self.head])?;
         self.config.finish_logits(logits)
     }
 }

@@ -269,15 +269,12 @@ impl DecoderConfig {
             (false, true) => heads,
             (false, false) => 0,
         };
-        // A fused projection, and copies of its parts.
-        let qkv = if self.fused_qkv { 2 * (self.query_width() + 2 * self.key_width()) } else { 0 };
-        let gate_up = if self.fused_gate_up { 3 * self.intermediate_size } else { 0 };
         let experts = self.experts.map_or(0, |experts| {
             let stacked = if matches!(experts.names, ExpertNames::Stacked(_)) { 8 } else { 1 };
             let of_choice = 4 * hidden + stacked * experts.inner;
             experts.per_token * of_choice + 2 * hidden + 2 * experts.n
         });
-        norms + scaled + heads + qkv + gate_up + experts
+        norms + scaled + heads + experts
     }
 
     /// Returns the width of the feed-forward networks that a token takes: its experts', side by side.

@@ -1,6 +1,6 @@
 //! Linear layers and norms of a decoder, from its variables.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Error, Result, Tensor};
 use candle_nn::VarBuilder;
 use fused_ops::layers::{self, Linear, RmsNorm, linear_no_bias};
 
@@ -11,6 +11,20 @@ pub(super) fn linear(sizes: LinearSizes, vb: &VarBuilder<'_>) -> Result<Linear> 
     let LinearSizes { name, inputs, outputs, bias } = sizes;
     let build = if bias { layers::linear } else { linear_no_bias };
     build(inputs, outputs, vb.pp(name))
+}
+
+/// Builds layers with these numbers of outputs: each from its own variables, or all from one weight with
+/// the rows of all.
+pub(super) fn linears<const N: usize>(
+    sizes: Vec<LinearSizes>,
+    outputs: [usize; N],
+    vb: &VarBuilder<'_>,
+) -> Result<[Linear; N]> {
+    let layers = sizes.into_iter().map(|sizes| linear(sizes, vb)).collect::<Result<Vec<_>>>()?;
+    let layers = if let [all] = &layers[..] { all.split(&outputs)? } else { layers };
+    layers
+        .try_into()
+        .map_err(|layers: Vec<_>| Error::Msg(format!("{} layers, not {N}", layers.len())))
 }
 
 /// Builds a norm over `size` elements.

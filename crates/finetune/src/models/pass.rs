@@ -1,6 +1,6 @@
 //! A pass of tokens through the blocks, in training or in generation.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Error, Result, Tensor};
 use candle_nn::Module;
 use fused_ops::{layers::Linear, linear_decode};
 
@@ -17,15 +17,20 @@ pub(super) enum PassKind {
 
 impl PassKind {
     /// Applies linear layers to `x`.
-    pub(super) fn project(self, x: &Tensor, layers: &[&Linear]) -> Result<Vec<Tensor>> {
-        match self {
-            Self::Rows => layers.iter().map(|layer| layer.forward(x)).collect(),
-            Self::Token => {
-                let layers: Vec<_> =
-                    layers.iter().map(|layer| (layer.weight(), layer.bias())).collect();
-                Ok(linear_decode(x, &layers)?)
+    pub(super) fn project<const N: usize>(
+        self,
+        x: &Tensor,
+        layers: [&Linear; N],
+    ) -> Result<[Tensor; N]> {
+        let results = match self {
+            Self::Rows => {
+                layers.iter().map(|layer| layer.forward(x)).collect::<Result<Vec<_>>>()?
             }
-        }
+            Self::Token => linear_decode(x, &layers.map(|layer| (layer.weight(), layer.bias())))?,
+        };
+        let expected =
+            |results: Vec<Tensor>| Error::Msg(format!("{} results, not {N}", results.len()));
+        results.try_into().map_err(expected)
     }
 }
 

@@ -145,6 +145,22 @@ impl Linear {
         Ok(linear_add_rms_norm::apply(x, &self.affine, residual, weight, epsilon)?)
     }
 
+    /// Returns layers with these numbers of outputs, side by side in this one: the queries, keys and values
+    /// of one projection. They share its parameters, without copies.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if there are fewer outputs.
+    pub fn split(&self, outputs: &[usize]) -> Result<Vec<Self>> {
+        let mut start = 0;
+        let part = |&outputs: &usize| {
+            let affine = self.affine.narrow(start, outputs)?;
+            start += outputs;
+            Ok(Self { affine, activation: self.activation })
+        };
+        outputs.iter().map(part).collect()
+    }
+
     /// Returns the weight [outputs, inputs], without the adapter.
     pub fn weight(&self) -> &Tensor {
         self.affine.weight()

@@ -55,6 +55,11 @@ impl SwiGlu {
         [&self.gate, &self.up, &self.down]
     }
 
+    /// Returns the activation of the gate.
+    pub fn activation(&self) -> Activation {
+        self.activation
+    }
+
     /// Applies `activation` to the gate in place of SiLU: [`GeluTanh`](Activation::GeluTanh) makes the
     /// network of Gemma (GEGLU).
     #[must_use]
