@@ -17,7 +17,7 @@ import warnings
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 PROMPTS = ["When the fog came in", "3 and 1 is ", "Straße 🗼, zwölf"]
 TOKENS = 16
@@ -37,7 +37,9 @@ def ours(program, folder, adapter, prompt):
 
 def open_model(folder, adapter):
     """Returns the model in transformers, and the names of missing, unknown and wrongly shaped tensors."""
-    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    sees_images = hasattr(AutoConfig.from_pretrained(folder), "text_config")
+    auto_class = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
+    model, found = auto_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     wrong = [name for names in found.values() for name in names]
     if adapter:
         with warnings.catch_warnings(record=True) as caught:

@@ -178,7 +178,8 @@ impl Folder {
         /// Items that are compared at a time, 4 MiB of either tensor.
         const BLOCK: usize = 1 << 20;
         let config = self.decoder.config();
-        let names = ["lm_head.weight", "model.embed_tokens.weight"];
+        let names = ["lm_head.weight", "model.embed_tokens.weight"]
+            .map(|name| format!("{}{name}", config.name_prefix));
         if !config.tie_word_embeddings || !names.iter().all(|name| weights.contains(name)) {
             return Ok(());
         }
@@ -187,7 +188,8 @@ impl Folder {
         let n_items = config.vocab_size.saturating_mul(config.hidden_size);
         for first in (0..n_items).step_by(BLOCK) {
             let range = first..n_items.min(first.saturating_add(BLOCK));
-            let [head, embedding] = names.map(|name| bits(weights, name, shape, range.clone()));
+            let [head, embedding] =
+                names.each_ref().map(|name| bits(weights, name, shape, range.clone()));
             if head? != embedding? {
                 return Err(FolderError::TiedHead { path: self.path.clone() }.into());
             }

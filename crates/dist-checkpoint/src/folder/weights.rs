@@ -147,6 +147,13 @@ impl StoredWeights {
         self.tensors.get(name).map(|tensor| tensor.items.dtype())
     }
 
+    /// Returns the tensors whose names match one of the patterns.
+    #[doc(hidden)]
+    pub fn matching(&self, patterns: &[Pattern]) -> Vec<TensorInfo> {
+        let found = self.tensors.iter().filter(|(name, _)| matches_any(patterns, name));
+        found.map(|(name, tensor)| tensor.info(name)).collect()
+    }
+
     /// Checks that these are the weights of a model: every parameter exists, with its shape and a
     /// convertible dtype, and there are no other tensors.
     ///
@@ -275,21 +282,21 @@ impl StoredWeights {
 }
 
 impl ShapedItems {
+    /// Describes the tensor. A size that exceeds memory becomes the largest number.
+    fn info(&self, name: &str) -> TensorInfo {
+        let size = |&dim: &u64| usize::try_from(dim).unwrap_or(usize::MAX);
+        let shape = self.shape.iter().map(size).collect();
+        TensorInfo { name: name.to_owned(), shape, dtype: self.items.dtype() }
+    }
+
     /// Checks that the tensor can be the value of a parameter. Integers are never converted, since
     /// rounding or wrapping would change them.
     fn check(&self, declared: &TensorInfo) -> Result<(), ParameterError> {
         let expected = &declared.shape;
         if !self.shape.iter().copied().eq(expected.iter().map(|&dim| dim as u64)) {
-            return Err(ParameterError::Shape {
-                name: declared.name.clone(),
-                // Show a size that exceeds memory as the largest number.
-                found: self
-                    .shape
-                    .iter()
-                    .map(|&dim| usize::try_from(dim).unwrap_or(usize::MAX))
-                    .collect(),
-                expected: expected.clone(),
-            });
+            let name = declared.name.clone();
+            let found = self.info(&name).shape;
+            return Err(ParameterError::Shape { name, found, expected: expected.clone() });
         }
         let found = self.items.dtype();
         if found == declared.dtype || (found.is_float() && declared.dtype.is_float()) {

@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use crate::{
     error::{AtPath, Error, Result},
-    lora::matrices::adapted_by,
+    lora::matrices::{adapted_by, peft_name},
 };
 
 /// The name of the file.
@@ -106,8 +106,9 @@ impl AdapterConfig {
         })
     }
 
-    /// Returns the targets that match a layer.
+    /// Returns the targets that match a layer, by PEFT's names.
     pub(crate) fn targets_of(&self, layer: &str) -> Vec<&String> {
+        let layer = peft_name(layer);
         let mut matched = Vec::new();
         for target in &*self.targets {
             let Some(rest) = layer.strip_suffix(target.as_str()) else { continue };
@@ -164,6 +165,18 @@ impl AdapterConfig {
     /// Returns the factor of `B · A`.
     pub(crate) fn scale(&self) -> f64 {
         self.alpha / self.rank as f64
+    }
+
+    /// Names each of the layers with these matrices, if the model also has parts that see images: shorter
+    /// targets would match layers of those parts too.
+    #[must_use]
+    pub(crate) fn with_full_targets(self, matrices: &[&TensorInfo]) -> Self {
+        let layers = matrices.iter().filter_map(|matrix| Some(adapted_by(&matrix.name)?.0));
+        let layers: BTreeSet<&str> = layers.collect();
+        if layers.iter().all(|layer| peft_name(layer) == **layer) {
+            return self;
+        }
+        Self { targets: layers.into_iter().map(peft_name).collect(), ..self }
     }
 
     /// Returns the content of the file.

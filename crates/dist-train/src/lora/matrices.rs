@@ -10,6 +10,19 @@ pub(crate) const FILE: &str = "adapter_model.safetensors";
 /// The prefix that PEFT adds to names of the model.
 pub(crate) const FILE_PREFIX: &str = "base_model.model.";
 
+/// The starts of names in weight files that transformers replaces when it loads a model that also sees
+/// images, and their replacements. PEFT knows only the names of loaded models.
+const LOADED_NAMES: [(&str, &str); 2] =
+    [("language_model.model.", "model.language_model."), ("language_model.lm_head", "lm_head")];
+
+/// Returns PEFT's name for a layer or parameter, from its name in weight files.
+pub(crate) fn peft_name(name: &str) -> String {
+    let replaced = |(start, loaded): (&str, &str)| {
+        name.strip_prefix(start).map(|rest| format!("{loaded}{rest}"))
+    };
+    LOADED_NAMES.into_iter().find_map(replaced).unwrap_or_else(|| name.to_owned())
+}
+
 /// The inner name of a layer's weight.
 pub(crate) const WEIGHT: &str = "weight";
 const A: &str = "lora_A.weight";
@@ -89,6 +102,11 @@ mod tests {
 
     #[test]
     fn names_match_peft() {
+        let text_part = "language_model.model.layers.0.q";
+        assert_eq!(peft_name(text_part), "model.language_model.layers.0.q");
+        let names = ["language_model.lm_head.lora_A.weight", "lm_head", "model.layers.0.q"];
+        let expected = ["lm_head.lora_A.weight", "lm_head", "model.layers.0.q"];
+        assert_eq!(names.map(peft_name), expected);
         assert_eq!(layer_of("h.0.q.weight"), Some("h.0.q"));
         assert_eq!(
             [layer_of("weight"), layer_of("h.bias"), layer_of("h.overweight")],

@@ -17,7 +17,7 @@ use dist_checkpoint::{ParameterError, StoredWeights, TensorInfo, support::Allowe
 use self::{
     builders::{AdapterComposer, AdapterDeclarer},
     config::AdapterConfig,
-    matrices::{FILE, FILE_PREFIX, add_adapter},
+    matrices::{FILE, FILE_PREFIX, add_adapter, peft_name},
 };
 use crate::{
     error::{Error, Result},
@@ -31,7 +31,8 @@ use crate::{
 /// inputs] and `q_proj.lora_B.weight` [outputs, rank], and the layer computes with `weight + alpha
 /// / rank · B · A`. B starts at zero and A uniformly within ±1 / √inputs, like in Hugging Face's
 /// PEFT. Its `target_modules` are the `targets` here: full names of layers, or their last
-/// components.
+/// components. The text part of a model that also sees images has the names `language_model.model.…` of
+/// its weight files in a model here, and PEFT's `model.language_model.…` in targets and files of adapters.
 ///
 /// [`adapt`](Self::adapt) declares the adapters of any model, and [`unit`](Self::unit) gives them to
 /// its layers where a loss uses them, as with the [`Units`](crate::Units) of
@@ -205,7 +206,7 @@ impl Lora {
             let adapters = declaring.into_adapters()?;
             match &lora.saved {
                 Some(saved) => {
-                    let adapters: Vec<TensorInfo> = adapters.iter().map(Declared::info).collect();
+                    let adapters: Vec<TensorInfo> = adapters.iter().map(saved_info).collect();
                     Ok(saved.check_fits(&adapters, AllowedNames::default()).map_err(Error::from)?)
                 }
                 None => Ok(()),
@@ -241,7 +242,7 @@ impl Lora {
         move |declared, range| {
             let items = match &saved {
                 Some(saved) => {
-                    saved.items(&declared.info(), range, &Device::Cpu).map_err(Error::from)?
+                    saved.items(&saved_info(declared), range, &Device::Cpu).map_err(Error::from)?
                 }
                 None => None,
             };
@@ -268,4 +269,10 @@ impl Lora {
     pub fn merged(&self) -> PretrainedFiles {
         PretrainedFiles::new(SavedContent::Merged(self.config.clone()))
     }
+}
+
+/// Describes a matrix of an adapter in a file, after the prefix of all names.
+fn saved_info(declared: &Declared) -> TensorInfo {
+    let info = declared.info();
+    TensorInfo { name: peft_name(&info.name), ..info }
 }

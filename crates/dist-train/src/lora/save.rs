@@ -1,16 +1,21 @@
 //! Writing a model's parameters, its adapters, or both merged, as pretrained weights.
 
-use std::{collections::BTreeMap, path::Path};
+use std::{
+    collections::BTreeMap,
+    mem,
+    path::{Path, PathBuf},
+};
 
-use candle_core::{DType, Tensor};
-use dist_checkpoint::{TensorInfo, support::ModelFolder};
+use candle_core::{DType, Device, Tensor};
+use dist_checkpoint::{ParameterError, StoredWeights, TensorInfo, support::ModelFolder};
+use fsdp_plan::Pattern;
 use pmap_mesh::DeviceMesh;
 
 use crate::{
     error::{Doing, Error, Result},
     lora::{
         config::{AdapterConfig, CONFIG},
-        matrices::{self, FILE, FILE_PREFIX},
+        matrices::{self, FILE, FILE_PREFIX, peft_name},
     },
 };
 
@@ -32,6 +37,8 @@ pub struct PretrainedFiles {
     dtype: Option<DType>,
     /// The contents of other files, by name.
     files_beside: BTreeMap<String, Vec<u8>>,
+    /// Weights with tensors to copy, and patterns of their names.
+    copied: Option<(PathBuf, Vec<String>)>,
 }
 
 /// The parameters to write.
@@ -61,6 +68,7 @@ impl PretrainedFiles {
             allows_non_finite: false,
             dtype: None,
             files_beside,
+            copied: None,
         }
     }
 
@@ -89,6 +97,42 @@ impl PretrainedFiles {
         self
     }
 
+    /// Also copies the tensors of other pretrained weights whose names match a pattern, in their own dtype
+    /// and to the bit: the parts of a model that are not trained here, such as a `vision_tower`. Parameters
+    /// of the model are never copied, and no tensor is copied beside adapters alone.
+    ///
+    /// One tensor at a time is in memory. A pattern may match no tensor.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor, safetensors};
+    /// use candle_nn::{Optimizer, ParamsAdamW, linear};
+    /// use dist_train::{AdamW, DataParallel, PretrainedFiles};
+    /// use pmap_mesh::DeviceMesh;
+    ///
+    /// # let home = tempfile::tempdir()?;
+    /// # let (published, saved) = (&home.path().join("published.safetensors"), &home.path().join("saved"));
+    /// let seen = Tensor::new(&[0.5_f32], &Device::Cpu)?;
+    /// seen.save_safetensors("vision_tower.bias", published)?;
+    /// let model = DataParallel::builder(&DeviceMesh::cpu(1)?, |vb| linear(3, 1, vb))
+    ///     .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;
+    /// let files = PretrainedFiles::default().with_tensors_of(published, ["vision_tower"]);
+    /// model.save_pretrained(saved, files)?;
+    /// let tensors = safetensors::load(saved.join("model.safetensors"), &Device::Cpu)?;
+    /// assert_eq!((tensors.len(), tensors["vision_tower.bias"].to_vec1()?), (3, vec![0.5_f32]));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn with_tensors_of<S: Into<String>>(
+        self,
+        weights: impl Into<PathBuf>,
+        patterns: impl IntoIterator<Item = S>,
+    ) -> Self {
+        let patterns = patterns.into_iter().map(Into::into).collect();
+        Self { copied: Some((weights.into(), patterns)), ..self }
+    }
+
     /// Also writes infinite and NaN parameters, which are rejected by default.
     #[must_use]
     pub fn allow_non_finite(self) -> Self {
@@ -113,8 +157,11 @@ pub(crate) fn save(
     parameters: &[TensorInfo],
     whole: impl Fn(&str) -> Result<Tensor>,
 ) -> Result<()> {
-    let PretrainedFiles { content, max_bytes, allows_non_finite, dtype, mut files_beside } = files;
+    let PretrainedFiles { content, max_bytes, allows_non_finite, dtype, .. } = files;
+    let PretrainedFiles { mut files_beside, copied, .. } = files;
     if let SavedContent::Adapters(config) = &content {
+        let (adapters, _) = with_adapters(parameters, config)?;
+        let config = config.clone().with_full_targets(&adapters);
         files_beside.insert(CONFIG.to_owned(), config.json().into_bytes());
     }
     let target = ModelFolder::new(mesh, folder).with_files(&files_beside);
@@ -123,27 +170,65 @@ pub(crate) fn save(
         Some(dtype) => tensor?.to_dtype(dtype).doing("converting a parameter"),
         None => tensor,
     };
+    let write = |base: &[&TensorInfo], value: &dyn Fn(&str) -> Result<Tensor>| {
+        let copied = CopiedTensors::open(mesh, copied, base)?;
+        let infos = [infos(base.iter().copied(), dtype), copied.infos.clone()].concat();
+        target.write(infos, max_bytes, |name| copied.read_or(name, || typed(value(name))))
+    };
     match content {
-        SavedContent::All => {
-            target.write(infos(parameters, dtype), max_bytes, |name| typed(whole(name)))
-        }
+        SavedContent::All => write(&parameters.iter().collect::<Vec<_>>(), &whole),
         SavedContent::Merged(config) => {
             let (_, base) = with_adapters(parameters, &config)?;
             let scale = config.scale();
-            target.write(infos(base, dtype), max_bytes, |name| {
-                typed(merged(name, (scale, dtype), parameters, &whole))
-            })
+            write(&base, &|name| merged(name, (scale, dtype), parameters, &whole))
         }
         SavedContent::Adapters(config) => {
             let (adapters, _) = with_adapters(parameters, &config)?;
             let mut infos = infos(adapters, dtype);
+            let mut names = BTreeMap::new();
             for info in &mut infos {
-                info.name.insert_str(0, FILE_PREFIX);
+                let saved = format!("{FILE_PREFIX}{}", peft_name(&info.name));
+                names.insert(saved.clone(), mem::replace(&mut info.name, saved));
             }
-            // All names start with the prefix, which was added above.
-            let parameter = |name: &str| typed(whole(&name[FILE_PREFIX.len()..]));
-            target.write_one(FILE, infos, parameter)
+            target.write_one(FILE, infos, |name| typed(whole(&names[name])))
         }
+    }
+}
+
+/// Tensors of other weights, which are copied beside the parameters of a model.
+struct CopiedTensors<'a> {
+    mesh: &'a DeviceMesh,
+    weights: Option<StoredWeights>,
+    infos: Vec<TensorInfo>,
+}
+
+impl<'a> CopiedTensors<'a> {
+    /// Opens the weights at a path, and lists their tensors that match a pattern and are no parameters.
+    fn open(
+        mesh: &'a DeviceMesh,
+        copied: Option<(PathBuf, Vec<String>)>,
+        parameters: &[&TensorInfo],
+    ) -> Result<Self> {
+        let Some((path, patterns)) = copied else {
+            return Ok(Self { mesh, weights: None, infos: Vec::new() });
+        };
+        let patterns: fsdp_plan::Result<Vec<Pattern>> =
+            patterns.iter().map(|pattern| pattern.parse()).collect();
+        let weights = mesh.all_ok(StoredWeights::open(path).map_err(Error::from))?;
+        let mut infos = weights.matching(&patterns?);
+        infos.retain(|info| parameters.iter().all(|parameter| parameter.name != info.name));
+        Ok(Self { mesh, weights: Some(weights), infos })
+    }
+
+    /// Returns the tensor of this name, or else that of `parameter`.
+    fn read_or(&self, name: &str, parameter: impl FnOnce() -> Result<Tensor>) -> Result<Tensor> {
+        let info = self.infos.iter().find(|info| info.name == name);
+        let (Some(info), Some(weights)) = (info, &self.weights) else { return parameter() };
+        // The other processes do not write.
+        let shape = if self.mesh.is_first_process() { &info.shape[..] } else { &[0] };
+        let items = weights.items(info, 0..shape.iter().product(), &Device::Cpu)?;
+        let items = items.ok_or_else(|| ParameterError::Missing { name: name.to_owned() })?;
+        items.reshape(shape).doing("copying a tensor")
     }
 }
 

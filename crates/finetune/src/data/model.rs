@@ -96,7 +96,7 @@ impl Model {
     /// [`SpecError::UnknownLayer`] if an adapter names a layer that the model does not have.
     pub(crate) fn parameters(&self) -> Result<Vec<ParameterInfo>> {
         let with_unit = |info: ParameterInfo| {
-            let unit = unit_name(info.name());
+            let unit = unit_name(info.name(), self.0.config().name_prefix);
             info.with_unit(unit)
         };
         Ok(self.plain_parameters(DType::F32)?.into_iter().map(with_unit).collect())
@@ -155,10 +155,10 @@ impl Model {
     }
 }
 
-/// Returns the unit of a parameter.
-fn unit_name(name: &str) -> String {
-    match name.split('.').collect::<Vec<_>>()[..] {
-        ["model", "layers", layer, ..] => format!("model.layers.{layer}"),
+/// Returns the unit of a parameter of a model with a prefix of all names.
+fn unit_name(name: &str, prefix: &str) -> String {
+    match name.strip_prefix(prefix).unwrap_or(name).split('.').collect::<Vec<_>>()[..] {
+        ["model", "layers", layer, ..] => format!("{prefix}model.layers.{layer}"),
         ["model", "embed_tokens", ..] => "embed".to_owned(),
         _ => "head".to_owned(),
     }

@@ -14,7 +14,7 @@ use crate::models::{
     cache::LayerCache,
     config::DecoderConfig,
     layers::norm,
-    names::{EMBEDDING, HEAD, NORM, block_name},
+    names::{EMBEDDING, NORM},
     pass::{Pass, PassKind, Positions},
     rope::Span,
 };
@@ -36,15 +36,14 @@ impl CachedDecoder {
     /// Takes the weights from `vb`, without copies.
     pub(crate) fn new(config: &DecoderConfig, vb: &VarBuilder<'_>) -> Result<Self> {
         let DecoderConfig { vocab_size, hidden_size, .. } = *config;
-        let block = |layer| Block::new(config, layer, &vb.pp(block_name(layer)));
-        let matrix = |name| vb.pp(name).get((vocab_size, hidden_size), "weight");
-        let head = if config.tie_word_embeddings { EMBEDDING } else { HEAD };
+        let block = |layer| Block::new(config, layer, &vb.pp(config.block_name(layer)));
+        let matrix = |name: String| vb.pp(name).get((vocab_size, hidden_size), "weight");
         Ok(Self {
             config: config.clone(),
-            embedding: matrix(EMBEDDING)?,
+            embedding: matrix(config.full_name(EMBEDDING))?,
             blocks: (0..config.layers.len()).map(block).collect::<Result<_>>()?,
-            norm: norm(config, hidden_size, &vb.pp(NORM))?,
-            head: Linear::new(matrix(head)?, None),
+            norm: norm(config, hidden_size, &vb.pp(config.full_name(NORM)))?,
+            head: Linear::new(matrix(config.head_name())?, None),
         })
     }
 

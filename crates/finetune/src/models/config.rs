@@ -32,6 +32,9 @@ pub struct DecoderConfig {
     pub max_position_embeddings: usize,
     /// Epsilon of the norms, added to the mean square.
     pub rms_norm_eps: f64,
+    /// The start of the names of all weights: empty, or `language_model.` for the text part of a model that
+    /// also sees images.
+    pub name_prefix: &'static str,
     /// Whether the head and the embedding share a weight.
     pub tie_word_embeddings: bool,
     /// The standard deviation of random weights: see

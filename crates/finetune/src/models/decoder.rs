@@ -13,7 +13,7 @@ use crate::models::{
     config::DecoderConfig,
     error::ModelError,
     layers::norm,
-    names::{EMBED_UNIT, EMBEDDING, HEAD, HEAD_UNIT, NORM, Variable, block_name},
+    names::{EMBED_UNIT, EMBEDDING, HEAD, HEAD_UNIT, NORM, OTHER_PARTS, Variable},
     pass::{Pass, PassKind, Positions},
     rope::Span,
     tokens::{Packing, Tokens},
@@ -104,7 +104,7 @@ impl Decoder {
     fn declare_base(&self, vb: &VarBuilder<'_>) -> Result<()> {
         declare(&self.config.other_variables(), vb)?;
         (0..self.config.layers.len()).try_for_each(|layer| {
-            declare(&self.config.block_variables(layer), &vb.pp(block_name(layer)))
+            declare(&self.config.block_variables(layer), &vb.pp(self.config.block_name(layer)))
         })
     }
 
@@ -117,14 +117,24 @@ impl Decoder {
 
     /// Returns the rules that assign variables to units. Each numbered block is a unit by default.
     pub fn units(&self) -> UnitRules {
-        UnitRules::new().unit(EMBED_UNIT, [EMBEDDING]).unit(HEAD_UNIT, [NORM, self.head_name()])
+        let [embedding, norm] = [EMBEDDING, NORM].map(|layer| self.config.full_name(layer));
+        let head = [norm, self.config.head_name()];
+        UnitRules::new().unit(EMBED_UNIT, [embedding]).unit(HEAD_UNIT, head)
     }
 
     /// Returns patterns of tensors that weight files may contain although the model has no such
-    /// variables: frequencies in folders of the first Llamas, and a tied head.
+    /// variables: frequencies in folders of the first Llamas, a tied head, and the
+    /// [other parts](Self::other_parts) of the model.
     pub(crate) fn unexpected_weights(&self) -> Vec<&'static str> {
         let head = self.config.tie_word_embeddings.then_some(HEAD);
-        ["rotary_emb"].into_iter().chain(head).collect()
+        let others = self.other_parts().iter().copied();
+        ["rotary_emb"].into_iter().chain(head).chain(others).collect()
+    }
+
+    /// Returns patterns of the weights that a saved folder must also contain: those of the parts that see
+    /// images.
+    pub(crate) fn other_parts(&self) -> &'static [&'static str] {
+        if self.config.name_prefix.is_empty() { &[] } else { &OTHER_PARTS }
     }
 
     /// Returns next-token logits [rows, length, vocabulary].
@@ -173,7 +183,7 @@ impl Decoder {
         for layer in 0..self.config.layers.len() {
             let config = self.config.clone();
             let context = context.clone();
-            x = self.run_unit(model, &block_name(layer), &x, move |vb, x| {
+            x = self.run_unit(model, &self.config.block_name(layer), &x, move |vb, x| {
                 Block::new(&config, layer, &vb)?.forward(x, context.pass())
             })?;
         }
@@ -207,22 +217,20 @@ impl Decoder {
 
     fn embed(&self, vb: &VarBuilder<'_>, ids: &Tensor) -> Result<Tensor> {
         let DecoderConfig { vocab_size, hidden_size, .. } = self.config;
-        let x = embedding(vocab_size, hidden_size, vb.pp(EMBEDDING))?.forward(ids)?;
+        let vb = vb.pp(self.config.full_name(EMBEDDING));
+        let x = embedding(vocab_size, hidden_size, vb)?.forward(ids)?;
         self.config.scale_embeddings(x)
     }
 
     /// Applies the last norm.
     fn norm(&self, vb: &VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
-        norm(&self.config, self.config.hidden_size, &vb.pp(NORM))?.forward(x)
+        let vb = vb.pp(self.config.full_name(NORM));
+        norm(&self.config, self.config.hidden_size, &vb)?.forward(x)
     }
 
     fn head(&self, vb: &VarBuilder<'_>) -> Result<Linear> {
-        linear_no_bias(self.config.hidden_size, self.config.vocab_size, vb.pp(self.head_name()))
-    }
-
-    /// Returns the name of the head's weight.
-    fn head_name(&self) -> &'static str {
-        if self.config.tie_word_embeddings { EMBEDDING } else { HEAD }
+        let DecoderConfig { vocab_size, hidden_size, .. } = self.config;
+        linear_no_bias(hidden_size, vocab_size, vb.pp(self.config.head_name()))
     }
 
     fn cross_entropy(&self) -> CrossEntropyConfig {

@@ -13,6 +13,12 @@ pub(super) const QUERY_NORM: &str = "q_norm";
 pub(super) const KEY_NORM: &str = "k_norm";
 pub(super) const SINKS: &str = "sinks";
 
+/// The start of the names of the text part in the weight files of a model that also sees images.
+pub(super) const TEXT_PART: &str = "language_model.";
+
+/// Patterns of the weights beside the text part.
+pub(super) const OTHER_PARTS: [&str; 2] = ["vision_tower", "multi_modal_projector"];
+
 /// Names of the units other than blocks.
 pub(super) const EMBED_UNIT: &str = "embed";
 pub(super) const HEAD_UNIT: &str = "head";
@@ -39,6 +45,21 @@ pub(super) struct Variable {
 }
 
 impl DecoderConfig {
+    /// Returns the name of a layer outside of blocks in weight files.
+    pub(super) fn full_name(&self, layer: &str) -> String {
+        format!("{}{layer}", self.name_prefix)
+    }
+
+    /// Returns the name of a block in weight files.
+    pub(super) fn block_name(&self, layer: usize) -> String {
+        self.full_name(&format!("model.layers.{layer}"))
+    }
+
+    /// Returns the name of the layer with the head's weight.
+    pub(super) fn head_name(&self) -> String {
+        self.full_name(if self.tie_word_embeddings { EMBEDDING } else { HEAD })
+    }
+
     /// Returns the projections to queries, keys and values: three, or one with the rows of all.
     pub(super) fn input_projections(&self) -> Vec<LinearSizes> {
         let (queries, keys) = (self.query_width(), self.key_width());
@@ -146,9 +167,10 @@ impl DecoderConfig {
 
     /// Returns the variables outside of blocks.
     pub(super) fn other_variables(&self) -> Vec<Variable> {
-        let matrix = |name: &str| self.matrix(name.into(), [self.vocab_size, self.hidden_size]);
+        let sizes = [self.vocab_size, self.hidden_size];
+        let matrix = |layer: &str| self.matrix(self.full_name(layer), sizes);
         let head = (!self.tie_word_embeddings).then(|| matrix(HEAD));
-        let norm = self.norm(NORM.into(), self.hidden_size);
+        let norm = self.norm(self.full_name(NORM), self.hidden_size);
         [matrix(EMBEDDING), norm].into_iter().chain(head).collect()
     }
 
@@ -195,16 +217,16 @@ impl DecoderConfig {
         const TIED: &str = "the embedding and the head share its weight (tie_word_embeddings), and the \
                             merged adapter would change both";
         let embedding = if self.tie_word_embeddings { TIED } else { "it is no linear layer" };
-        let head = self.tie_word_embeddings.then(|| (HEAD.to_owned(), TIED));
+        let head = self.tie_word_embeddings.then(|| (self.full_name(HEAD), TIED));
         let of_layer = |layer: usize| {
             let experts = self.experts.filter(|_| self.layers[layer].has_experts);
             let variables = experts.map_or_else(Vec::new, |experts| self.experts(&experts));
             let name =
-                move |variable: Variable| format!("{}.{}", block_name(layer), variable.layer);
+                move |variable: Variable| format!("{}.{}", self.block_name(layer), variable.layer);
             variables.into_iter().map(name).map(|name| (name, "experts and routers have none"))
         };
         let experts = (0..self.layers.len()).flat_map(of_layer);
-        [(EMBEDDING.to_owned(), embedding)].into_iter().chain(head).chain(experts).collect()
+        [(self.full_name(EMBEDDING), embedding)].into_iter().chain(head).chain(experts).collect()
     }
 
     fn norm(&self, layer: String, size: usize) -> Variable {
@@ -245,8 +267,4 @@ impl ExpertsConfig {
         let name = if is_stacked { "router" } else { "gate" };
         LinearSizes { name, inputs: hidden, outputs: self.n, bias: is_stacked }
     }
-}
-
-pub(super) fn block_name(layer: usize) -> String {
-    format!("model.layers.{layer}")
 }

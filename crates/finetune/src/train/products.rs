@@ -4,11 +4,11 @@ use std::path::Path;
 
 use candle_core::DType;
 use dist_train::{Lora, PretrainedFiles};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::{
     error::{Error, Result},
-    files::CONFIG,
+    files::{self, CONFIG},
     folder::Folder,
     spec::Spec,
     train::model::TrainedModel,
@@ -32,7 +32,27 @@ impl Products<'_> {
             Some(lora) => lora.merged().dtype(dtype),
             None => PretrainedFiles::default().dtype(dtype),
         };
-        self.save_files(model, files.with_file(CONFIG, config(self.folder, dtype)?), to)
+        let files = files.with_file(CONFIG, config(self.folder, dtype)?);
+        self.save_files(model, self.with_other_parts(files)?, to)
+    }
+
+    /// Adds the weights and files of the parts that see images, if the model has such parts.
+    fn with_other_parts(&self, files: PretrainedFiles) -> Result<PretrainedFiles> {
+        /// How images are read.
+        const PROCESSOR: [&str; 3] =
+            ["preprocessor_config.json", "processor_config.json", "chat_template.json"];
+        let parts = self.folder.decoder().other_parts();
+        if parts.is_empty() || self.spec.finetune.weights.is_none() {
+            return Ok(files);
+        }
+        let path = self.folder.path();
+        let mut files = files.with_tensors_of(path, parts.iter().copied());
+        for name in PROCESSOR {
+            if let Some(content) = files::read_if_there(&path.join(name))? {
+                files = files.with_file(name, content);
+            }
+        }
+        Ok(files)
     }
 
     /// Writes a folder of adapters, as PEFT does.
@@ -67,16 +87,26 @@ fn config(folder: &Folder, dtype: DType) -> Result<Vec<u8>> {
         _ => "float32",
     };
     if let Value::Object(fields) = &mut config {
-        let is_new = fields.contains_key("dtype") || !fields.contains_key("torch_dtype");
         // A file may have both names, and they must agree.
-        for (field, is_there) in
-            [("dtype", is_new), ("torch_dtype", fields.contains_key("torch_dtype"))]
-        {
-            if is_there {
-                fields.insert(field.to_owned(), json!(name));
-            }
+        let names = ["dtype", "torch_dtype"];
+        if !names.iter().any(|name| fields.contains_key(*name)) {
+            fields.insert("dtype".to_owned(), json!(name));
+        }
+        set_dtype(fields, &names, name);
+        // The type of the text part must agree as well.
+        if let Some(Value::Object(text)) = fields.get_mut("text_config") {
+            set_dtype(text, &names, name);
         }
     }
     serde_json::to_vec_pretty(&config)
         .map_err(|cause| Error::write(folder.path().join(CONFIG), cause.into()))
+}
+
+/// Replaces the values of the fields that are there.
+fn set_dtype(fields: &mut Map<String, Value>, names: &[&str], dtype: &str) {
+    for name in names {
+        if let Some(value) = fields.get_mut(*name) {
+            *value = json!(dtype);
+        }
+    }
 }

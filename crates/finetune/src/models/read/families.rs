@@ -11,9 +11,11 @@ use crate::models::{
         Routing,
     },
     error::{ModelError, field_error},
+    names::TEXT_PART,
     read::{
         dtype,
         fields::{Fields, missing},
+        reject_foreign,
         rope::{RopeReader, THETA},
     },
     rope::{RopeConfig, RopePairs},
@@ -37,13 +39,14 @@ const fn family(architecture: &'static str, model_type: &'static str, read: Read
 }
 
 /// All families, in alphabetical order but for the first.
-pub(super) const FAMILIES: [Family; 22] = [
+pub(super) const FAMILIES: [Family; 24] = [
     family("LlamaForCausalLM", "llama", llama),
     family("Ernie4_5ForCausalLM", "ernie4_5", ernie4_5),
     family("Exaone4ForCausalLM", "exaone4", exaone4),
     family("GemmaForCausalLM", "gemma", gemma),
     family("Gemma2ForCausalLM", "gemma2", gemma2),
     family("Gemma3ForCausalLM", "gemma3_text", gemma3),
+    family("Gemma3ForConditionalGeneration", "gemma3", gemma3_text_part),
     family("GlmForCausalLM", "glm", glm),
     family("Glm4ForCausalLM", "glm4", glm4),
     family("GptOssForCausalLM", "gpt_oss", gpt_oss),
@@ -51,6 +54,7 @@ pub(super) const FAMILIES: [Family; 22] = [
     family("MinistralForCausalLM", "ministral", ministral),
     family("Ministral3ForCausalLM", "ministral3", ministral3),
     family("MistralForCausalLM", "mistral", mistral),
+    family("Mistral3ForConditionalGeneration", "mistral3", mistral3_text_part),
     family("MixtralForCausalLM", "mixtral", mixtral),
     family("Olmo2ForCausalLM", "olmo2", olmo2),
     family("Olmo3ForCausalLM", "olmo3", olmo3),
@@ -123,6 +127,7 @@ fn base_without_ropes(fields: &Fields, defaults: &Defaults) -> Result<DecoderCon
         head_dim,
         max_position_embeddings: fields.required_size("max_position_embeddings")?,
         rms_norm_eps: eps.ok_or_else(|| missing("rms_norm_eps"))?,
+        name_prefix: "",
         tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(defaults.tied),
         initializer_range: fields.real("initializer_range")?.unwrap_or(0.02),
         dtype: dtype(fields)?,
@@ -246,6 +251,29 @@ fn window_or(fields: &Fields, default: Option<usize>) -> Result<Option<usize>> {
 
 fn positive(fields: &Fields, field: &'static str, default: f64) -> Result<f64> {
     Ok(fields.real(field)?.unwrap_or(default))
+}
+
+/// Reads the text part of a model that also sees images. A missing type is that of the first family.
+fn text_part(fields: &Fields, families: &[(&str, Read)]) -> Result<DecoderConfig> {
+    let text = fields.text_part()?;
+    reject_foreign(&text)?;
+    let model_type = text.text("model_type")?;
+    let is_found = |name: &str| model_type.as_ref().is_none_or(|found| found == name);
+    let Some((_, read)) = families.iter().find(|(name, _)| is_found(name)) else {
+        let names: Vec<&str> = families.iter().map(|(name, _)| *name).collect();
+        let found = model_type.unwrap_or_default();
+        return Err(field_error("text_config.model_type", &found, names.join(" or ")));
+    };
+    Ok(DecoderConfig { name_prefix: TEXT_PART, ..read(&text)? })
+}
+
+fn gemma3_text_part(fields: &Fields) -> Result<DecoderConfig> {
+    text_part(fields, &[("gemma3_text", gemma3)])
+}
+
+/// Mistral Small 3.1 and later, or Ministral 3.
+fn mistral3_text_part(fields: &Fields) -> Result<DecoderConfig> {
+    text_part(fields, &[("mistral", mistral), ("ministral3", ministral3)])
 }
 
 fn llama(fields: &Fields) -> Result<DecoderConfig> {
@@ -471,6 +499,13 @@ fn softcap(fields: &Fields, field: &'static str, default: Option<f64>) -> Result
 }
 
 fn gemma3(fields: &Fields) -> Result<DecoderConfig> {
+    // Files of models that also see images leave these out.
+    let fields = &fields.with_defaults(&[
+        ("vocab_size", 262_208),
+        ("num_attention_heads", 8),
+        ("num_key_value_heads", 4),
+        ("max_position_embeddings", 131_072),
+    ]);
     let mut config = base_without_ropes(fields, &GEMMA)?;
     set_gemma(&mut config);
     reject_bias(fields)?;

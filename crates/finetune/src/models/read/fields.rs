@@ -14,6 +14,31 @@ impl Fields {
         Ok(Self(serde_json::from_str(json)?))
     }
 
+    /// Adds fields that are missing.
+    pub(super) fn with_defaults(&self, defaults: &[(&str, usize)]) -> Self {
+        let mut fields = self.0.clone();
+        for (field, value) in defaults {
+            fields.entry(*field).or_insert_with(|| (*value).into());
+        }
+        Self(fields)
+    }
+
+    /// Returns the fields of the text part of a model that also sees images. Those that both parts have in
+    /// common are the model's, if it has them.
+    pub(super) fn text_part(&self) -> Result<Self, ModelError> {
+        let field = "text_config";
+        let mut text = self.object(field)?.ok_or_else(|| missing(field))?;
+        // The type has an old and a new name.
+        for common in [&["tie_word_embeddings"][..], &["dtype", "torch_dtype"]] {
+            if common.iter().any(|field| self.is_given(field)) {
+                for field in common {
+                    text.insert((*field).into(), self.0.get(*field).cloned().unwrap_or_default());
+                }
+            }
+        }
+        Ok(Self(text))
+    }
+
     /// Returns true if a field is there and not null.
     pub(super) fn is_given(&self, field: &str) -> bool {
         self.0.get(field).is_some_and(|value| !value.is_null())

@@ -72,11 +72,6 @@ impl DecoderConfig {
     pub fn from_json(json: &str) -> Result<Self, ModelError> {
         let fields = Fields::parse(json)?;
         let read = family(&fields)?;
-        if fields.is_given("quantization_config") {
-            let expected = "missing: the weights are quantized, which is not supported. Take the \
-                            model's folder with weights in f32, f16 or bf16";
-            return Err(field_error("quantization_config", &"given", expected.into()));
-        }
         reject_foreign(&fields)?;
         read(&fields)
     }
@@ -105,6 +100,11 @@ fn family(fields: &Fields) -> Result<families::Read, ModelError> {
 
 /// Rejects settings that no supported model has.
 fn reject_foreign(fields: &Fields) -> Result<(), ModelError> {
+    if fields.is_given("quantization_config") {
+        let expected = "missing: the weights are quantized, which is not supported. Take the \
+                        model's folder with weights in f32, f16 or bf16";
+        return Err(field_error("quantization_config", &"given", expected.into()));
+    }
     for field in ["attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout"] {
         if let Some(rate) = fields.real(field)?.filter(|rate| *rate != 0.) {
             return Err(field_error(field, &rate, "0: dropout is not supported".into()));

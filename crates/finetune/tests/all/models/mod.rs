@@ -4,4 +4,5 @@ mod config;
 mod golden;
 mod logits;
 mod lora;
+mod text_part;
 mod training;
