@@ -32,11 +32,12 @@ pub fn measure<D: Dataset>(
     threads: usize,
     length: impl Fn(&D::Item) -> u64 + Sync,
 ) -> Result<Vec<u32>> {
-    let threads = WorldSize::new(threads as u64)
+    // Threads share the samples like the ranks of a world.
+    let workers = WorldSize::new(threads as u64)
         .map_err(|_| Error::setting("the number of threads", &threads, "at least 1"))?;
     let parts: Result<Vec<_>> = thread::scope(|scope| {
         let length = &length;
-        let parts = threads.placements().map(|placement| {
+        let parts = workers.placements().map(|placement| {
             let part = split::balanced(dataset.len(), placement);
             scope.spawn(move || measure_part(dataset, part, length))
         });

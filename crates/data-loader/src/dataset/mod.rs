@@ -159,7 +159,7 @@ pub trait Dataset: Send + Sync {
     }
 
     /// Splits the data set into disjoint random subsets, such as one for training and one for
-    /// validation. Each has its samples in their order.
+    /// validation. The samples of each subset stay in the order of the data set.
     ///
     /// # Complexity
     ///

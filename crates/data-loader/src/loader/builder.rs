@@ -86,8 +86,8 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     /// Sets how planned batches form the steps of all ranks.
     ///
     /// With a grid or accumulation, the loader returns each micro-batch of a step, and
-    /// [`SampleBatch::ends_step`] marks the last one. A state within a step is that before it, because
-    /// the gradients of its first micro-batches are not saved.
+    /// [`SampleBatch::ends_step`] marks the last one. A state taken within a step is the state
+    /// before that step, because the gradients of its first micro-batches are not saved.
     ///
     /// By default, ranks get batches of similar cost, and [`shuffle`](Self::shuffle) shuffles the
     /// steps.
@@ -148,8 +148,8 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
 
     /// Allows ranks to have different numbers of batches, for an evaluation without collectives.
     ///
-    /// Without a sampler, each sample is then read exactly once. States of ranks are equal after equally
-    /// many batches, and after the epoch.
+    /// Without a sampler, each sample is then read exactly once. Two ranks have equal states when
+    /// they have taken equally many batches, and when both have ended the epoch.
     pub fn uneven(self) -> Self {
         Self { is_uneven: true, ..self }
     }
@@ -212,24 +212,24 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
         })
     }
 
-    /// Checks settings that need nothing else.
+    /// Checks the settings that can be judged without the data set and the sampler.
     fn check(&self) -> Result<()> {
         let is_planned = self.batches.is_some();
         let one = "at least 1";
         let no_lengths = "unset if batches are planned by lengths";
-        let is_impatient = self.timeout.is_some() && self.n_workers == 0;
+        let has_timeout_without_workers = self.timeout.is_some() && self.n_workers == 0;
+        let has_steps_without_batches = !is_planned && self.step_config.is_some();
         let has_two_orders = self.sampler.is_some() && self.seed.is_some();
-        for (is_invalid, name, expected) in [
-            (self.batch_size == Some(0), "the batch size", one),
-            (self.n_workers > 0 && self.prefetch_factor == 0, "the prefetch factor", one),
-            (is_planned && self.batch_size.is_some(), "the batch size", no_lengths),
-            (is_planned && self.drops_last, "`drop_last`", no_lengths),
-            (!is_planned && self.step_config.is_some(), "`steps`", "unset without `batches`"),
-            (has_two_orders, "`shuffle`", "unset if there is a sampler"),
-            (is_impatient, "`timeout`", "unset without workers"),
+        for (is_invalid, name, value, expected) in [
+            (self.batch_size == Some(0), "the batch size", "0", one),
+            (self.n_workers > 0 && self.prefetch_factor == 0, "the prefetch factor", "0", one),
+            (is_planned && self.batch_size.is_some(), "the batch size", "set", no_lengths),
+            (is_planned && self.drops_last, "`drop_last`", "set", no_lengths),
+            (has_steps_without_batches, "`steps`", "set", "unset without `batches`"),
+            (has_two_orders, "`shuffle`", "set", "unset if there is a sampler"),
+            (has_timeout_without_workers, "`timeout`", "set", "unset without workers"),
         ] {
             if is_invalid {
-                let value = if expected == one { "0" } else { "set" };
                 return Err(Error::setting(name, value, expected));
             }
         }
@@ -239,6 +239,7 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
     fn make_sampler(&self) -> Result<DistributedSampler> {
         let n_samples = self.dataset.len();
         let lengths = self.batches.as_ref().map(|(_, lengths)| lengths.count());
+        // Only mixtures have parts, and one of the parts contains sample 0.
         let mixture = self.sampler.as_ref().filter(|sampler| sampler.part_of(0).is_some());
         let mixture = mixture.map(DistributedSampler::data_set_len);
         for (what, found) in [("the list of lengths", lengths), ("the mixture", mixture)] {

@@ -60,12 +60,14 @@ impl DataFile {
         self.stamp.n_bytes
     }
 
-    /// Reads a range of bytes, which must be inside of the file.
+    /// Reads the bytes of a range, as far as the file has them.
     ///
     /// The stamp is compared after the read, because a file may change at any time before.
     pub(crate) fn read(&self, range: Range<u64>) -> Result<Vec<u8>> {
         let bytes = self.read_unchecked(range);
-        self.check_unchanged().and(bytes)
+        // Report a change first: it explains a failed read.
+        self.check_unchanged()?;
+        bytes
     }
 
     /// Like [`read`](Self::read), for callers that compare the stamp later.

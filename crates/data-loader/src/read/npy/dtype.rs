@@ -34,7 +34,7 @@ impl NpyDtype {
         names.join(", ")
     }
 
-    /// Returns the bytes of a number.
+    /// Returns the size of a number in bytes.
     pub fn n_bytes(self) -> usize {
         self.n_bytes
     }
@@ -60,6 +60,7 @@ impl NpyDtype {
             'u' => NpyNumber::Unsigned(number),
             'i' => {
                 let unused_bits = 8 * (bytes.len() - self.n_bytes);
+                // Shifting the sign bit to the top and back extends the sign.
                 #[expect(clippy::cast_possible_wrap, reason = "the bits are a signed number")]
                 NpyNumber::Signed((number << unused_bits) as i64 >> unused_bits)
             }
