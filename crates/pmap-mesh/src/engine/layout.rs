@@ -50,8 +50,9 @@ struct LayoutInner {
     by_rank: Arc<[Vec<Run>]>,
     /// The non-empty runs of each tensor, in the order of their items.
     by_tensor: Vec<Vec<OwnedRun>>,
-    /// The detail of a collective's call that must agree: the name and fingerprint of the layout.
-    detail: String,
+    /// Text that must be equal on all ranks of a collective: the name and the fingerprint of the
+    /// layout.
+    call_detail: String,
 }
 
 /// A run of a tensor, with its owner: run number `index` of rank `rank`.
@@ -83,8 +84,8 @@ impl RunLayout {
         let by_rank: Arc<[Vec<Run>]> = runs.into_iter().collect();
         let by_tensor = group_by_tensor(&tensors, &by_rank)
             .map_err(|reason| ValueError::Layout { layout: name.clone(), reason })?;
-        let detail = format!("({name}, layout {:016x})", fingerprint(&tensors, &by_rank));
-        Ok(Self(Arc::new(LayoutInner { name, tensors, by_rank, by_tensor, detail })))
+        let call_detail = format!("({name}, layout {:016x})", fingerprint(&tensors, &by_rank));
+        Ok(Self(Arc::new(LayoutInner { name, tensors, by_rank, by_tensor, call_detail })))
     }
 
     /// Returns the name that errors show.
@@ -121,9 +122,10 @@ impl RunLayout {
         &self.0.by_tensor
     }
 
-    /// Returns the detail of a collective's call that must agree.
-    pub(crate) fn detail(&self) -> &str {
-        &self.0.detail
+    /// Returns a text that must be equal on all ranks of a collective: the name and the fingerprint
+    /// of the layout.
+    pub(crate) fn call_detail(&self) -> &str {
+        &self.0.call_detail
     }
 }
 
@@ -188,17 +190,17 @@ fn check_owners(tensor: usize, owners: &[OwnedRun], size: usize) -> Result<(), S
     let mut end = 0;
     let mut previous_rank = None;
     for owned in owners {
-        match previous_rank {
-            Some(first) if owned.items.start < end => {
-                let (item, second) = (owned.items.start, owned.rank);
-                return Err(format!(
-                    "item {item} of tensor {tensor} belongs to both rank {first} and rank {second}"
-                ));
-            }
-            _ if owned.items.start > end => {
-                return Err(missing_owner(tensor, end));
-            }
-            _ => {}
+        let item = owned.items.start;
+        if item > end {
+            return Err(missing_owner(tensor, end));
+        }
+        if let Some(first) = previous_rank
+            && item < end
+        {
+            let second = owned.rank;
+            return Err(format!(
+                "item {item} of tensor {tensor} belongs to both rank {first} and rank {second}"
+            ));
         }
         end = owned.items.end;
         previous_rank = Some(owned.rank);
@@ -290,8 +292,8 @@ mod tests {
     fn details_distinguish_layouts() {
         let halves = layout([vec![run(0, 0..3)], vec![run(0, 3..6)]]).unwrap();
         let thirds = layout([vec![run(0, 0..2)], vec![run(0, 2..6)]]).unwrap();
-        assert_eq!(halves.detail(), halves.clone().detail());
-        assert_ne!(halves.detail(), thirds.detail());
-        assert!(halves.detail().starts_with("(unit, layout "));
+        assert_eq!(halves.call_detail(), halves.clone().call_detail());
+        assert_ne!(halves.call_detail(), thirds.call_detail());
+        assert!(halves.call_detail().starts_with("(unit, layout "));
     }
 }

@@ -7,7 +7,8 @@ use std::fmt;
 pub(crate) struct SpecFault(pub(crate) String);
 
 impl SpecFault {
-    /// The number of specs fits neither the arguments or results, nor their tensors.
+    /// There is neither one spec for all arguments (or results), nor one for each, nor one for each
+    /// of their tensors.
     pub(crate) fn count(side: Side, specs: usize, arguments: usize, tensors: usize) -> Self {
         let part = match side {
             Side::In => "argument",
@@ -21,12 +22,13 @@ impl SpecFault {
 
     /// A tensor has no such dimension.
     pub(crate) fn out_of_range(side: Side, index: usize, dim: isize, shape: &[usize]) -> Self {
-        Self(format!("dimension {dim} is out of range for {side}put {index} of shape {shape:?}"))
+        let tensor = side.noun();
+        Self(format!("dimension {dim} is out of range for {tensor} {index} of shape {shape:?}"))
     }
 
-    /// The devices cannot get shards of equal size; with
-    /// [`Uneven::Balanced`](crate::Uneven::Balanced), there are fewer rows than devices. `size` is
-    /// the size of the dimension after its earlier cuts.
+    /// The dimension does not split evenly over the devices. If it has fewer rows than devices,
+    /// [`Uneven::Balanced`](crate::Uneven::Balanced) cannot cut it either. `size` is the size of
+    /// the dimension after its earlier cuts.
     pub(crate) fn not_divisible(
         (index, dim): (usize, usize),
         shape: &[usize],
@@ -35,7 +37,6 @@ impl SpecFault {
     ) -> Self {
         let dimension =
             format!("dimension {dim} of input {index} of shape {shape:?} has size {size}");
-        // `Uneven::Balanced` does not allow such a size either.
         if size < parts {
             return Self(format!(
                 "{dimension}, which is too small for {parts} devices; use a size of at least {parts}, or `Uneven::Pad`"
@@ -57,6 +58,16 @@ pub(crate) enum Side {
     In,
     /// Results, by `out_axes`.
     Out,
+}
+
+impl Side {
+    /// Returns the word for a tensor of this side.
+    pub(crate) fn noun(self) -> &'static str {
+        match self {
+            Self::In => "input",
+            Self::Out => "output",
+        }
+    }
 }
 
 impl fmt::Display for Side {

@@ -213,7 +213,7 @@ impl<T: TensorTree> Sharded<T> {
         let join = ResultJoin {
             topology: self.mesh.topology(),
             home: &self.mesh.devices()[0],
-            cut: self.first_cut.as_deref(),
+            first_cut: self.first_cut.as_deref(),
             comparison,
         };
         Ok(JoinInputs { per_slot, specs, join })

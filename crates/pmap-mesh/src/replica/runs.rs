@@ -138,7 +138,7 @@ impl Replica {
         layout: &RunLayout,
         axes: MeshAxes,
     ) -> Result<GroupContext> {
-        let ctx = self.context(op, None, axes)?.with_detail(layout.detail().to_owned());
+        let ctx = self.context(op, None, axes)?.with_detail(layout.call_detail().to_owned());
         if layout.ranks() != ctx.size() {
             bail!(
                 "{op}({}): a layout of {} ranks in a group of {}",

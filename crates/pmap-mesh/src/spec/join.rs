@@ -20,8 +20,9 @@ pub(crate) struct ResultJoin<'a> {
     pub(crate) topology: &'a Topology,
     /// The device of joined results.
     pub(crate) home: &'a Device,
-    /// The cut of the first argument that was cut, if any.
-    pub(crate) cut: Option<&'a ArgumentCuts>,
+    /// The cuts of the first argument that was cut, if any: results with `Shard` lose their
+    /// padding.
+    pub(crate) first_cut: Option<&'a ArgumentCuts>,
     pub(crate) comparison: Comparison,
 }
 
@@ -104,9 +105,10 @@ impl ResultJoin<'_> {
         }
     }
 
-    /// Returns the first slot, and its result, of each group of slots that have the same part of
-    /// the output: the groups along the axes that `spec` does not name. Fails if the results of a
-    /// group differ.
+    /// Returns one slot, with its result, for each part of the output.
+    ///
+    /// Slots that differ only along axes that `spec` does not name hold the same part: the first of
+    /// them is returned. It is an error if their results differ.
     fn take_first_replicas(
         &self,
         index: usize,
@@ -157,7 +159,7 @@ impl ResultJoin<'_> {
         treatment: Treatment,
     ) -> Result<Tensor> {
         let tensor = to_device(tensor, self.home).map_err(Error::gather(index))?;
-        match (treatment, self.cut) {
+        match (treatment, self.first_cut) {
             (Treatment::Shard(dim), Some(cut)) => {
                 let dim = spec::find_dim(Side::Out, index, dim, &tensor)?;
                 cut.trim(&tensor, dim, set, slot).map_err(Error::gather(index))

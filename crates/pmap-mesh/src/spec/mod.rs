@@ -117,14 +117,15 @@ impl P {
     ) -> ResolvedSpec {
         let mut seen = 0;
         let mut resolved = Vec::with_capacity(self.0.len());
+        let tensor = side.noun();
         for (axes, treatment) in &self.0 {
             let set = topology
                 .set(axes)
-                .map_err(|unknown| SpecFault(format!("{side}put {index}: {unknown}")));
+                .map_err(|unknown| SpecFault(format!("{tensor} {index}: {unknown}")));
             let Some(set) = faults.note(set) else { continue };
             if seen & set != 0 {
                 faults.add(SpecFault(format!(
-                    "{side}put {index}: a mesh axis of {axes} is named twice"
+                    "{tensor} {index}: a mesh axis of {axes} is named twice"
                 )));
             }
             if side == Side::In && !matches!(treatment, Treatment::Shard(_)) {

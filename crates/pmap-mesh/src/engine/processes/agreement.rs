@@ -15,35 +15,34 @@ pub(crate) const TEXT_BYTES: usize = 4096;
 /// Returns a hash of a call and of the dtypes and shapes of its tensors. Calls that do not agree
 /// have different hashes.
 pub(crate) fn call_hash(call: &CollectiveCall, tensors: &[Tensor]) -> u64 {
-    let mut agreement = Fingerprint::new();
-    agreement
-        .write_bytes(call.op.as_bytes())
+    let mut hash = Fingerprint::new();
+    hash.write_bytes(call.op.as_bytes())
         .write_bytes(call.detail.as_bytes())
         .write_u64(call.axis_set);
     // Do not allocate here: a whole `all_reduce` of a few bytes takes only 2 µs.
-    agreement.write_u64(match call.free_dim {
+    hash.write_u64(match call.free_dim {
         Some(dim) => dim as u64,
         None => u64::MAX,
     });
-    agreement.write_bytes(match call.dtype {
+    hash.write_bytes(match call.dtype {
         Some(dtype) => dtype.as_str().as_bytes(),
         None => b"none",
     });
-    add_sizes(&mut agreement, call, &call.shape);
+    add_sizes(&mut hash, call, &call.shape);
     for tensor in tensors {
-        agreement.write_bytes(tensor.dtype().as_str().as_bytes());
-        add_sizes(&mut agreement, call, tensor.dims());
+        hash.write_bytes(tensor.dtype().as_str().as_bytes());
+        add_sizes(&mut hash, call, tensor.dims());
     }
-    agreement.finish()
+    hash.finish()
 }
 
 /// Adds the number of dimensions, and the sizes in all dimensions but the free one, to a
 /// fingerprint.
-fn add_sizes(agreement: &mut Fingerprint, call: &CollectiveCall, dims: &[usize]) {
-    agreement.write_u64(dims.len() as u64);
+fn add_sizes(hash: &mut Fingerprint, call: &CollectiveCall, dims: &[usize]) {
+    hash.write_u64(dims.len() as u64);
     for (dim, &size) in dims.iter().enumerate() {
         if Some(dim) != call.free_dim {
-            agreement.write_u64(size as u64);
+            hash.write_u64(size as u64);
         }
     }
 }
@@ -52,6 +51,7 @@ fn add_sizes(agreement: &mut Fingerprint, call: &CollectiveCall, dims: &[usize])
 /// dtypes and shapes of the tensors if the call has no single tensor.
 pub(crate) fn description(call: &CollectiveCall, tensors: &[Tensor]) -> Vec<u8> {
     let mut text = call.to_string();
+    // The text of a call with a single tensor already shows its dtype and shape.
     if call.dtype.is_none() && !tensors.is_empty() {
         let shapes: Vec<_> =
             tensors.iter().map(|x| format!("{} {:?}", x.dtype().as_str(), x.dims())).collect();
