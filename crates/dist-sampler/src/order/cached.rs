@@ -55,7 +55,7 @@ impl CachedOrder {
         Ok(Self { rule, len, seed, epoch, samples: OnceLock::new(), spare })
     }
 
-    /// Changes to the order of another epoch, reusing the memory.
+    /// Switches to the order of another epoch, reusing the memory.
     pub(super) fn reseed(&mut self, seed: Seed, epoch: Epoch) {
         self.seed = seed;
         self.epoch = epoch;
@@ -65,7 +65,7 @@ impl CachedOrder {
         self.discard_samples();
     }
 
-    /// Changes to the order of `len` draws, which another world has read, if the rule permits.
+    /// Switches to the order of `len` draws, which another world has read, if the rule permits.
     pub(super) fn redraw(&mut self, len: u64) {
         if self.accepts_len(len) && len != self.len {
             self.len = len;

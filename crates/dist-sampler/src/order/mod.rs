@@ -76,14 +76,15 @@ impl EpochOrder {
         Ok(Self::Weighted { len, table, seed: seed.derive(epoch.as_u64()) })
     }
 
-    /// Creates an epoch of the strata.
+    /// Creates an epoch of stratified draws from these classes.
     pub(crate) fn stratified(strata: ClassStrata, seed: Seed, epoch: Epoch) -> Result<Self> {
         let len = strata.len();
         CachedOrder::new(OrderRule::Stratified(Box::new(strata)), len, seed, epoch)
             .map(Self::Cached)
     }
 
-    /// Creates an epoch of the shards of these lengths.
+    /// Creates an epoch that reads shards of these lengths in `lanes` lanes; see
+    /// [`DistributedSampler::sharded`](crate::DistributedSampler::sharded).
     pub(crate) fn sharded(lens: &[u64], lanes: u64, seed: Seed, epoch: Epoch) -> Result<Self> {
         ShardedOrder::new(lens, lanes, seed.derive(epoch.as_u64())).map(Self::Sharded)
     }
@@ -121,15 +122,16 @@ impl EpochOrder {
     /// `len`.
     pub(crate) fn accepts_len(&self, state_len: u64, len: u64) -> bool {
         match self {
-            // The positions that were read do not depend on the end.
+            // A `MixtureEnd` changes the length of a mixture, not the samples at its positions.
             Self::Mixture(_) => length::check_len(state_len).is_ok(),
             Self::Cached(order) => order.accepts_len(state_len),
             _ => state_len == len,
         }
     }
 
-    /// Changes to the order of an epoch of `state_len` positions.
-    pub(crate) fn continue_epoch(&mut self, state_len: u64) {
+    /// Switches to the order of an epoch of `state_len` positions. Only the draws of SPDL change
+    /// with the length.
+    pub(crate) fn set_len(&mut self, state_len: u64) {
         if let Self::Cached(order) = self {
             order.redraw(state_len);
         }
@@ -160,7 +162,8 @@ impl EpochOrder {
         }
     }
 
-    /// Returns the number of samples of a mixture's parts, which its epochs may not read or repeat.
+    /// Returns the number of samples in all parts of a mixture, or `None` for other orders. An
+    /// epoch can skip some of the samples and repeat others.
     pub(crate) fn data_set_len(&self) -> Option<u64> {
         match self {
             Self::Mixture(order) => Some(order.n_samples()),
@@ -176,7 +179,7 @@ impl EpochOrder {
         }
     }
 
-    /// Changes to the order of another epoch, reusing the memory.
+    /// Switches to the order of another epoch, reusing the memory.
     pub(crate) fn reseed(&mut self, seed: Seed, epoch: Epoch) {
         let epoch_seed = seed.derive(epoch.as_u64());
         match self {
@@ -231,6 +234,8 @@ impl EpochOrder {
     }
 
     /// Returns the first position of `sample`, or `None` if the order does not contain it.
+    ///
+    /// `Sequential` does not know its length: callers compare the position with it.
     pub(crate) fn position(&self, sample: u64) -> Option<u64> {
         match self {
             Self::Sequential => Some(sample),

@@ -96,7 +96,7 @@ impl DistributedSampler {
         }
 
         self.reorder(state.epoch);
-        self.samples.continue_epoch(state.len);
+        self.samples.set_len(state.len);
         self.len = self.samples.len_or(state.len);
         if self.len == state.len && effective(&self.samples.phases()).eq(effective(&state.phases)) {
             self.continue_after(earlier, last, unread, rest);
