@@ -25,7 +25,7 @@ pub fn add_footer(mut text: Vec<u8>) -> Vec<u8> {
 /// [`Error::Damaged`](crate::Error::Damaged).
 pub fn check_footer(path: &Path, text: &[u8]) -> Result<()> {
     let Some((covered_text, expected)) = split(text) else {
-        return Err(stored::without_checksum(path, &FilePart::Index));
+        return Err(stored::bad_checksums(path, &FilePart::Index));
     };
     stored::check(path, expected, Checksum::compute(covered_text), || FilePart::Index)
 }

@@ -56,12 +56,16 @@ impl StoredItems {
             let dtype = info.dtype().to_string();
             return Err(ParameterError::UnknownDtype { name, dtype }.into());
         };
-        // The file is as long as its header says, so only a system with small addresses can fail.
-        let n_bytes = usize::try_from(info.bytes()).map_err(|_| no_checksum(file, &name))?;
+        // The file is as long as its header says, so this fails only if `usize` has 32 bits.
+        let n_bytes = usize::try_from(info.bytes()).map_err(|_| {
+            let part = FilePart::Tensor(name.clone());
+            Error::damaged(file, format!("{part} is too large for this system"))
+        })?;
         let checksums = match metadata.get(&tensor_key(&name)) {
             None => None,
             Some(digits) => {
-                Some(parse_digits(digits, n_bytes).ok_or_else(|| no_checksum(file, &name))?)
+                let checksums = parse_digits(digits, n_bytes);
+                Some(checksums.ok_or_else(|| bad_tensor_checksums(file, &name))?)
             }
         };
         let offset = tensor.range.start;
@@ -76,7 +80,7 @@ impl StoredItems {
     pub(crate) fn require_checksums(&self) -> Result<()> {
         match self.checksums {
             Some(_) => Ok(()),
-            None => Err(no_checksum(&self.file, &self.name)),
+            None => Err(bad_tensor_checksums(&self.file, &self.name)),
         }
     }
 
@@ -100,7 +104,8 @@ impl StoredItems {
         Err(ParameterError::Incomplete { name, kind, item: items.start.max(len) })
     }
 
-    /// Reads some of the tensor's items as one dimension on the processor, and checks their blocks.
+    /// Reads a range of the tensor's items into a one-dimensional tensor on the CPU, and checks the
+    /// blocks that contain them.
     ///
     /// # Errors
     ///
@@ -199,13 +204,13 @@ pub(crate) fn check(
     Err(Error::damaged(path, reason))
 }
 
-/// Returns the error of a part with no checksum, or too many.
-pub(crate) fn without_checksum(path: &Path, part: &FilePart) -> Error {
-    Error::damaged(path, format!("{part} has missing or extra checksums"))
+/// Returns the error of a part whose checksums are missing, malformed or too many.
+pub(crate) fn bad_checksums(path: &Path, part: &FilePart) -> Error {
+    Error::damaged(path, format!("{part} has missing, extra or malformed checksums"))
 }
 
-fn no_checksum(path: &Path, tensor: &str) -> Error {
-    without_checksum(path, &FilePart::Tensor(tensor.to_owned()))
+fn bad_tensor_checksums(path: &Path, tensor: &str) -> Error {
+    bad_checksums(path, &FilePart::Tensor(tensor.to_owned()))
 }
 
 /// Reads the header of a file, checks its checksum if it has one, and checks the length of the
@@ -217,6 +222,7 @@ fn no_checksum(path: &Path, tensor: &str) -> Error {
 pub(crate) fn header(path: &Path) -> Result<SafetensorsHeader> {
     let found = check_file(path).at(path)?.len();
     let (header, bytes) = parse(path, File::open(path).at(path)?)?;
+    // Metadata that is not an object of strings contains no checksums. Other writers may have it.
     if let Ok(metadata) = header.metadata() {
         check_header(path, metadata, bytes)?;
     }
@@ -253,7 +259,7 @@ impl<R: Read> Read for RecordingReader<R> {
 
 /// Checks the header's own checksum. Files of other writers have none.
 fn check_header(path: &Path, metadata: &BTreeMap<String, String>, bytes: Vec<u8>) -> Result<()> {
-    let malformed = || without_checksum(path, &FilePart::Header);
+    let malformed = || bad_checksums(path, &FilePart::Header);
     let Some(digits) = metadata.get(HEADER_KEY) else {
         let has_others = metadata.keys().any(|key| key.starts_with(HEADER_KEY));
         return if has_others { Err(malformed()) } else { Ok(()) };
@@ -267,8 +273,9 @@ fn check_header(path: &Path, metadata: &BTreeMap<String, String>, bytes: Vec<u8>
 pub(crate) fn header_checksum(mut bytes: Vec<u8>, stored: Checksum) -> Option<Checksum> {
     let field = format!("\"{HEADER_KEY}\":\"{stored}\"").into_bytes();
     let start = bytes.windows(field.len()).position(|found| found == field)?;
-    let end = start + field.len() - 1;
-    bytes[end - Checksum::DIGITS..end].fill(b'0');
+    // The digits end before the closing quote.
+    let digits_end = start + field.len() - 1;
+    bytes[digits_end - Checksum::DIGITS..digits_end].fill(b'0');
     Some(Checksum::compute(&bytes))
 }
 
