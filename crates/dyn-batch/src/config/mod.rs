@@ -7,8 +7,8 @@ pub use self::{buckets::Buckets, cost::Cost};
 
 /// The strategy that decides which sequences share a batch.
 ///
-/// Every strategy keeps all limits, except [`Dynamic`](Self::Dynamic) with a computed budget, which
-/// limits tokens instead of sequences.
+/// Every strategy respects all limits, with one exception: [`Dynamic`](Self::Dynamic) without
+/// `max_tokens` computes a token budget, and then ignores `max_batch_size`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
@@ -73,7 +73,8 @@ pub enum Cut {
     /// Each batch takes as many of the longest remaining sequences as it can, or of the shortest,
     /// whichever gives fewer padded tokens in total.
     ///
-    /// A window has too few sequences to choose, so it alternates between its two ends.
+    /// A sorting window has no such choice: the cut of one window starts at the longest sequence,
+    /// the cut of the next window at the shortest.
     #[default]
     Greedy,
     /// The cut with the fewest padded tokens among all cuts into the fewest batches, by dynamic
@@ -93,8 +94,8 @@ pub enum Packing {
     /// Minimum bin slack: row by row, each as full as a bounded search can make it (Fleszar and
     /// Hindi, "New heuristics for one-dimensional bin-packing", 2002), and never more rows than
     /// best fit. The result is the best of seven searches. A search takes about as long as best
-    /// fit, and a few times as long if rows are hard to fill. All searches together stop after 16
-    /// choices per sequence plus 2^24.
+    /// fit, and a few times as long if rows are hard to fill. All searches together make at most 16
+    /// choices per sequence, plus 2^24, and then stop.
     MinimumSlack,
     /// In the order of arrival, each into the fullest of a few open rows: for streams.
     InOrder {
@@ -184,8 +185,8 @@ pub struct BatchConfig {
     /// Whether batches of a bucket are padded to the longest length of the bucket; `false` by
     /// default.
     ///
-    /// There are then as many padded lengths as buckets, as compiled functions and captured graphs
-    /// need.
+    /// Then there are no more padded lengths than buckets. Compiled functions and captured graphs
+    /// need such a fixed set of shapes.
     pub fixed_shapes: bool,
 }
 
@@ -222,7 +223,7 @@ impl BatchConfig {
         Self { max_batch_size: Some(max_batch_size), ..self }
     }
 
-    /// Sets the limit on padded tokens in a batch; none by default (except `u64::MAX`).
+    /// Sets the limit on padded tokens in a batch; none by default.
     #[must_use]
     pub fn with_max_tokens(self, max_tokens: u64) -> Self {
         Self { max_tokens: Some(max_tokens), ..self }
