@@ -208,7 +208,7 @@ fn draw_panel(
 ) -> DrawResult {
     let ends = runs.iter().filter_map(|run| run.steps.last());
     // At least 1: an axis without an extent has no ticks.
-    let last = ends.map(|step| step.metrics.end()).fold(1, u64::max);
+    let last = ends.map(|step| step.metrics.n_done()).fold(1, u64::max);
     let (low, high) = value_range(series, quantity.from_zero);
     let mut chart = draw_axes(area, last, (low, high), quantity.name, has_steps)?;
     for (run, series) in runs.iter().zip(series) {
@@ -288,7 +288,7 @@ struct Series {
 impl Series {
     /// Computes the finite values of `ratio`, step by step and as means over the steps around each.
     fn new(steps: &[TimedStep], ratio: impl Fn(&TimedStep) -> Option<Ratio>) -> Self {
-        let ratios = steps.iter().filter_map(|step| Some((step.metrics.end(), ratio(step)?)));
+        let ratios = steps.iter().filter_map(|step| Some((step.metrics.n_done(), ratio(step)?)));
         let finite: Vec<_> = ratios.filter(|(_, ratio)| ratio.value().is_finite()).collect();
         let every = finite.len().div_ceil(MAX_POINTS).max(1);
         let smooth_point = |position: usize| {

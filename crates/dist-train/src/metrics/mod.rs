@@ -33,7 +33,7 @@ pub struct StepMetrics {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub epoch: Option<u64>,
     /// The mean loss, in single precision; a non-finite loss is NaN here and `null` in JSON.
-    #[serde(deserialize_with = "number")]
+    #[serde(deserialize_with = "null_as_nan")]
     pub loss: f32,
     /// The learning rate.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -61,7 +61,7 @@ pub struct StepMetrics {
 }
 
 /// Reads a number; JSON stores NaN and infinities as `null`.
-fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f32, D::Error> {
+fn null_as_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f32, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f32::NAN))
 }
 
@@ -110,8 +110,8 @@ impl StepMetrics {
         Self { sequences, real_tokens, padded_tokens, ..self }
     }
 
-    /// Returns the number of finished steps after this one.
-    pub fn end(&self) -> u64 {
+    /// Returns the number of steps that are done when this step is.
+    pub fn n_done(&self) -> u64 {
         self.step.saturating_add(1)
     }
 

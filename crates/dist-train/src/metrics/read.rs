@@ -129,7 +129,7 @@ impl Metrics {
     pub fn done(&self) -> u64 {
         match self.steps.last() {
             None => 0,
-            Some(last) => last.end(),
+            Some(last) => last.n_done(),
         }
     }
 
@@ -174,7 +174,7 @@ impl Metrics {
 
     /// Returns the ranges of steps before `end` without metrics.
     pub fn missing(&self, end: u64) -> Vec<Range<u64>> {
-        let starts = [0].into_iter().chain(self.steps.iter().map(StepMetrics::end));
+        let starts = [0].into_iter().chain(self.steps.iter().map(StepMetrics::n_done));
         let ends = self.steps.iter().map(|step| step.step).chain([end]);
         starts.zip(ends).map(|(start, end)| start..end).filter(|gap| !gap.is_empty()).collect()
     }
