@@ -101,7 +101,7 @@ impl ProcessPlace {
 
     /// Prints a result if this is the first process.
     pub(crate) fn print(self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
-        if self.is_first() { output::text(write) } else { Ok(()) }
+        if self.is_first() { output::to_stdout(write) } else { Ok(()) }
     }
 
     /// Returns true if the run has no other process.

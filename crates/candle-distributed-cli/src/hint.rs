@@ -31,19 +31,20 @@ const EXAMPLE_LINES: &str = "\
     each line of a .jsonl file must be a JSON string, or an object with strings \"text\", or \
     \"prompt\" and \"completion\", or with \"messages\" that have \"role\" and \"content\"";
 const WHOLE_JSON: &str = "\
-    write one example per line into a .jsonl file, as `jq -c '.[]'` does with a list; keep files that \
-    describe a data set outside its folder";
+    write one example per line into a .jsonl file, as `jq -c '.[]'` does with a list; files that \
+    only describe the data set belong outside of its folder";
 const MIXED_KINDS: &str = "\
     all lines of a file must be of one kind: move the other lines to a separate file; a folder may \
     have files of several kinds";
 const OVERLONG: &str = "\
-    --overlong truncate cuts such texts off there, --overlong skip leaves them out; --context N \
-    allows longer texts, up to the limit of the model";
+    --overlong truncate cuts longer texts at the context, --overlong skip leaves them out; \
+    --context N allows longer texts, up to the limit of the model";
 const NO_TARGET: &str = "--overlong skip leaves out examples that are longer than the context";
 const HF_FOLDER: &str = "\
     a model is a folder in Hugging Face's format, with config.json, tokenizer.json and \
     model.safetensors; nothing is downloaded here: `hf download NAME --local-dir FOLDER` does that. \
-    A config.json alone, with an eos_token_id of at least 256, is a new model of bytes";
+    A folder with a config.json alone, whose eos_token_id is at least 256, defines a new model \
+    that reads bytes";
 const FAMILY: &str = "\
     decoders of these families are supported, with unquantized weights: Llama 2 and 3, SmolLM 2 and 3, \
     Qwen 2, 2.5 and 3, Mistral, Ministral, Gemma 1 to 3, Phi 3 and 4, OLMo 2 and 3, Granite 3, GLM 4, \
@@ -54,8 +55,8 @@ const UNSUPPORTED_FORMAT: &str = "\
 const NO_WEIGHTS: &str = "\
     --init SEED of train makes random ones; otherwise the folder needs all files of its model";
 const DAMAGED_FOLDER: &str = "\
-    the folder is damaged: copy or download it again, with all of its files; of a run, remove what is \
-    damaged, such as best, and resume";
+    the folder is damaged: copy or download it again, with all of its files; if it is the folder \
+    of a run, remove the damaged part, such as best, and resume the run";
 const CHAT_TEMPLATE: &str = "\
     the template sets the allowed order of roles: change the messages, or the template";
 const NO_TOKENIZER: &str = "\
@@ -126,7 +127,7 @@ const MEMORY: &str = "\
 pub(crate) const MEMORY_OF_SHARDED: &str = "\
     with more processes, --keep inputs, a smaller model or a shorter --context, each process needs \
     less memory; --memory-limit overrides the limit of the system";
-pub(crate) const WRITE_LATER: &str = "\
+pub(crate) const GENERATE_LATER: &str = "\
     run `candle-distributed generate` on the run where there is enough memory; --no-sample turns this \
     message off";
 pub(crate) const MODEL: &str = "\

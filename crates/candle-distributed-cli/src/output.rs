@@ -29,8 +29,8 @@ pub(crate) enum Format {
 /// The default capacity of a pipe. Smaller writes would wake the reader more often.
 const BUFFER_BYTES: usize = 1 << 16;
 
-/// Writes a result as text.
-pub(crate) fn text(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
+/// Writes a result to stdout.
+pub(crate) fn to_stdout(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, io::stdout().lock());
     let outcome = write(&mut out).and_then(|()| out.flush());
     if outcome.is_err() {
@@ -45,12 +45,12 @@ pub(crate) fn text(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Resu
 pub(crate) fn model_text(text: &str) -> Result<()> {
     let is_terminal = io::stdout().is_terminal();
     let escaped = is_terminal.then(|| printable(text));
-    self::text(|out| writeln!(out, "{}", escaped.as_deref().unwrap_or(text)))
+    to_stdout(|out| writeln!(out, "{}", escaped.as_deref().unwrap_or(text)))
 }
 
 /// Writes a result as one JSON object.
 pub(crate) fn json(value: &impl Serialize) -> Result<()> {
-    text(|out| {
+    to_stdout(|out| {
         serde_json::to_writer(&mut *out, value)?;
         writeln!(out)
     })
@@ -104,7 +104,7 @@ pub(crate) fn bytes(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Res
         );
     }
     enlarge_pipe(&io::stdout());
-    text(write)
+    to_stdout(write)
 }
 
 /// Enlarges a pipe from 64 KiB to 1 MiB. Writer and reader then wait for each other less often, and ten

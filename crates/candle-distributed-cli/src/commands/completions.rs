@@ -26,5 +26,5 @@ pub(crate) fn run(args: &CompletionsArgs) -> Result<()> {
     // clap panics if a write fails, so the script goes to memory first.
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut cli, name, &mut script);
-    output::text(|out| out.write_all(&script))
+    output::to_stdout(|out| out.write_all(&script))
 }

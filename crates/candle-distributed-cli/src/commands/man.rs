@@ -27,7 +27,7 @@ pub(crate) struct ManArgs {
 
 pub(crate) fn run(args: &ManArgs) -> Result<()> {
     let mut cli = Cli::command().disable_help_subcommand(true);
-    let Some(folder) = &args.out else { return output::text(|out| Man::new(cli).render(out)) };
+    let Some(folder) = &args.out else { return output::to_stdout(|out| Man::new(cli).render(out)) };
     fs::create_dir_all(folder).map_err(|source| Error::write(folder, source))?;
     // Prefixes the names of subcommands with the name of the program.
     cli.build();

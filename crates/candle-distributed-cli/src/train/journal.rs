@@ -123,7 +123,7 @@ impl Journal {
         self.bar.finish_and_clear();
         let recent = self.recent.mean();
         let memory = session.and_then(|session| PeakMemory::new(session, self.model_bytes));
-        output::text(|out| {
+        output::to_stdout(|out| {
             if let Some((step, loss)) = self.first {
                 let number = step + 1;
                 writeln!(

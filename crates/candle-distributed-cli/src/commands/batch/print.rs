@@ -108,7 +108,7 @@ pub(super) fn print(args: &BatchArgs, batches: Vec<BatchEntry>, totals: BatchTot
     let grid = totals.grid;
     let answer = BatchOutput { format_version: 1, share: totals.share, batches, report, grid };
     match args.format {
-        FormatArg::Text => output::text(|out| write_text(&answer, out)),
+        FormatArg::Text => output::to_stdout(|out| write_text(&answer, out)),
         FormatArg::Json | FormatArg::Jsonl => output::json(&answer),
     }
 }

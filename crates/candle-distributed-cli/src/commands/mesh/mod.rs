@@ -97,7 +97,7 @@ pub(crate) fn run(args: &MeshArgs) -> Result<()> {
         return Ok(());
     }
     match args.format {
-        Format::Text => output::text(|out| write!(out, "{answer}")),
+        Format::Text => output::to_stdout(|out| write!(out, "{answer}")),
         Format::Json => output::json(&answer),
     }
 }

@@ -74,7 +74,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
         return compare(&model::read_plan(path)?, &planned.plan, args.format);
     }
     match explain(args, &planned)? {
-        Some(explanation) => output::text(|out| writeln!(out, "{explanation}")),
+        Some(explanation) => output::to_stdout(|out| writeln!(out, "{explanation}")),
         None => report(args, planned),
     }
 }
@@ -162,12 +162,12 @@ fn report(args: &PlanArgs, Planned { plan, model, rules, run }: Planned) -> Resu
     let answer = PlanOutput { report, rules, run };
     match args.format {
         FormatArg::Text => {
-            output::text(|out| write_text(&answer, out)).map(|()| advise(args, &answer.report))
+            output::to_stdout(|out| write_text(&answer, out)).map(|()| advise(args, &answer.report))
         }
         FormatArg::Json => output::json(&answer),
         FormatArg::Svg => {
             let drawing = svg::draw(&plan, &answer.report.cost, args.budget)?;
-            output::text(|out| out.write_all(drawing.as_bytes()))
+            output::to_stdout(|out| out.write_all(drawing.as_bytes()))
         }
     }
 }
@@ -237,7 +237,7 @@ fn compare(old: &ShardingPlan, new: &ShardingPlan, format: FormatArg) -> Result<
     };
     match format {
         FormatArg::Json => output::json(&comparison),
-        FormatArg::Text => output::text(|out| write_comparison(&comparison, out)),
+        FormatArg::Text => output::to_stdout(|out| write_comparison(&comparison, out)),
         FormatArg::Svg => Err(Error::usage("--against does not support --format svg")),
     }
 }

@@ -82,14 +82,15 @@ fn read_sample(run: &Path) -> Result<Option<String>> {
 
     let Some(bytes) = support::read_if_there(&run::sample_in(run))? else { return Ok(None) };
     let text = String::from_utf8_lossy(&bytes);
-    let mut sample: String = text.chars().take(MAX_CHARS).map(escape_for_html).collect();
+    let mut sample: String = text.chars().take(MAX_CHARS).map(escape_forbidden).collect();
     if text.chars().nth(MAX_CHARS).is_some() {
         sample.push('…');
     }
     Ok(Some(sample))
 }
 
-fn escape_for_html(char: char) -> String {
+/// Escapes a character that HTML forbids even as an entity.
+fn escape_forbidden(char: char) -> String {
     match char {
         '\n' | '\t' => char.to_string(),
         char if char.is_control() || matches!(char, '\u{fffe}' | '\u{ffff}') => {
@@ -121,6 +122,7 @@ fn compare_session(
 
 /// Returns the names of the texts with their latest weights, or `None` for built-in stories.
 pub(super) fn data_names(settings: &Spec) -> Option<String> {
+    // The latest weights are the weights at the end of time.
     let texts = settings.texts(u64::MAX, u64::MAX).into_iter().map(|text| text.to_string());
     texts.reduce(|left, right| format!("{left}, {right}"))
 }

@@ -44,7 +44,7 @@ pub(crate) fn run(args: &ReportArgs) -> Result<()> {
     };
     let path = args.out.clone().unwrap_or_else(|| args.runs[0].join(name));
     output::file(&path, page.as_bytes())?;
-    output::text(|out| writeln!(out, "report written to {}", path.display()))
+    output::to_stdout(|out| writeln!(out, "report written to {}", path.display()))
 }
 
 /// Returns the page about the run in a folder.

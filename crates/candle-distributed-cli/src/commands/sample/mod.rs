@@ -383,7 +383,7 @@ fn print_indices(args: &SampleArgs, sampler: &DistributedSampler) -> Result<()> 
         count: commands::iterator_count(count),
     };
     match args.format {
-        FormatArg::Text if args.mark_padding => output::text(|out| {
+        FormatArg::Text if args.mark_padding => output::to_stdout(|out| {
             printed.iter().zip(numbers).try_for_each(|(index, n)| {
                 let mark = if is_padding(sampler, n) { " padding" } else { "" };
                 writeln!(out, "{index}{mark}")
@@ -418,7 +418,7 @@ fn print_indices(args: &SampleArgs, sampler: &DistributedSampler) -> Result<()> 
 fn print_rows(args: &SampleArgs, rows: RowWriter<impl FnMut(&mut [u64])>) -> Result<()> {
     match args.format {
         // JSON has other fields too, so callers print it themselves.
-        FormatArg::Text | FormatArg::Json => output::text(|out| rows.write_text(out)),
+        FormatArg::Text | FormatArg::Json => output::to_stdout(|out| rows.write_text(out)),
         FormatArg::Npy => output::bytes(|out| rows.write_npy(out)),
     }
 }
@@ -454,6 +454,6 @@ fn print_place(args: &SampleArgs, sampler: &DistributedSampler, index: u64) -> R
     };
     match args.format {
         FormatArg::Json => output::json(&SamplePlace { format_version: 1, index, position, rank }),
-        FormatArg::Text | FormatArg::Npy => output::text(|out| writeln!(out, "{text}")),
+        FormatArg::Text | FormatArg::Npy => output::to_stdout(|out| writeln!(out, "{text}")),
     }
 }

@@ -78,7 +78,7 @@ pub(super) fn announce(run: &PreparedRun) -> Result<()> {
         )),
         None => None,
     };
-    output::text(|out| {
+    output::to_stdout(|out| {
         if n_done > 0 {
             writeln!(out, "resuming after step {n_done} of {}", run.spec.steps)?;
         }

@@ -97,7 +97,7 @@ pub(super) fn warn_too_large(bytes: u64) {
          this process",
         HumanBytes(bytes.into())
     ));
-    output::hint(hint::WRITE_LATER);
+    output::hint(hint::GENERATE_LATER);
 }
 
 #[cfg(test)]
