@@ -78,8 +78,8 @@ pub struct Workload<'a> {
     pub(crate) parameters: &'a [ParameterInfo],
     /// The sharding, or `None` if every device has the whole model.
     pub(crate) sharding: Option<&'a Sharding>,
-    /// Batches of the steps of an epoch and of a validation.
-    pub(crate) steps: &'a [Vec<Batch>],
+    /// Micro-batches of an epoch and of a validation, each with the batches of all ranks.
+    pub(crate) micro_batches: &'a [Vec<Batch>],
     /// Whether sequences share rows, so that attention needs masks.
     pub(crate) is_packed: bool,
     /// Whether a step has several micro-batches, so that gradients are kept between them.
@@ -372,7 +372,7 @@ impl Workload<'_> {
         if !self.is_packed {
             return 0;
         }
-        let pairs = self.steps.iter().map(|batches| {
+        let pairs = self.micro_batches.iter().map(|batches| {
             let (rows, length) = self.rows_and_length(batches);
             rows * length * length
         });
@@ -420,7 +420,7 @@ impl Workload<'_> {
     /// Returns the tokens of a device in the largest step, padding included.
     fn max_tokens(&self) -> u128 {
         let mut max_tokens = 0_u128;
-        for batches in self.steps {
+        for batches in self.micro_batches {
             let (rows, length) = self.rows_and_length(batches);
             max_tokens = max_tokens.max(rows * length);
         }
@@ -504,7 +504,7 @@ mod tests {
             precision: Precision::F32,
             parameters,
             sharding: None,
-            steps,
+            micro_batches: steps,
             is_packed: false,
             accumulates: false,
             check: false,

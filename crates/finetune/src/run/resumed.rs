@@ -11,7 +11,7 @@ pub(crate) struct ResumePoint {
     /// Checkpoint.
     pub(crate) checkpoint: Checkpoint,
     /// Position after the last batch.
-    pub(crate) batches: BatchState,
+    pub(crate) batch_state: BatchState,
 }
 
 impl ResumePoint {
@@ -27,7 +27,7 @@ impl ResumePoint {
             let path = checkpoint.path().to_owned();
             return Err(RunError::CheckpointAhead { path, step, steps }.into());
         }
-        Ok(Some(Self { batches: checkpoint.state()?, checkpoint }))
+        Ok(Some(Self { batch_state: checkpoint.state()?, checkpoint }))
     }
 }
 

@@ -15,7 +15,7 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct ValidationSet {
     data: DataSet,
-    steps: Vec<Vec<Batch>>,
+    micro_batches: Vec<Vec<Batch>>,
     every: u64,
 }
 
@@ -36,13 +36,13 @@ impl ValidationSet {
         if found < least {
             return Err(RunError::ValidationTooSmall { found, least, unit }.into());
         }
-        let (_, steps) = spec.schedule(lengths)?.first_epoch()?;
-        Ok(Self { data, steps, every })
+        let (_, micro_batches) = spec.schedule(lengths)?.first_epoch()?;
+        Ok(Self { data, micro_batches, every })
     }
 
-    /// Returns the batches by step.
-    pub(crate) fn steps(&self) -> &[Vec<Batch>] {
-        &self.steps
+    /// Returns the micro-batches, each with the batches of all ranks.
+    pub(crate) fn micro_batches(&self) -> &[Vec<Batch>] {
+        &self.micro_batches
     }
 
     /// Returns true if a run of `steps` validates after `done` of them.
@@ -64,7 +64,7 @@ impl ValidationSet {
     ) -> Result<Option<ValidationPoint>> {
         let mut sum = 0.;
         let mut predictions = 0.;
-        for batches in &self.steps {
+        for batches in &self.micro_batches {
             let tensors = self.data.collate(batches, device)?;
             let Some(found) = evaluate(tensors)? else { return Ok(None) };
             sum += found.loss * found.weight;

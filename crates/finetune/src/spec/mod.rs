@@ -95,8 +95,8 @@ pub struct Spec {
 pub struct FirstEpoch {
     /// Lengths of the sequences.
     pub lengths: Vec<u64>,
-    /// Batches of each step.
-    pub steps: Vec<Vec<Batch>>,
+    /// Micro-batches, each with the batches of all ranks.
+    pub micro_batches: Vec<Vec<Batch>>,
     /// Padding of the batches.
     pub report: PaddingReport,
 }
@@ -308,12 +308,12 @@ impl Spec {
         }
         let lengths = texts.train.lengths();
         let schedule = self.training_schedule(lengths.clone(), &texts.part_lens)?;
-        let (report, steps) = schedule.first_epoch()?;
-        Ok(FirstEpoch { lengths, steps, report })
+        let (report, micro_batches) = schedule.first_epoch()?;
+        Ok(FirstEpoch { lengths, micro_batches, report })
     }
 
     /// Returns the work of the first process in the latest session, if the session recorded its memory;
-    /// `steps` comes from [`first_epoch`](Self::first_epoch).
+    /// `micro_batches` come from [`first_epoch`](Self::first_epoch).
     ///
     /// # Errors
     ///
@@ -321,7 +321,7 @@ impl Spec {
     pub fn workload<'a>(
         &'a self,
         parameters: &'a [ParameterInfo],
-        steps: &'a [Vec<Batch>],
+        micro_batches: &'a [Vec<Batch>],
     ) -> Result<Option<Workload<'a>>> {
         let session = self.session();
         let Some(base_bytes) = session.base_bytes else { return Ok(None) };
@@ -330,7 +330,7 @@ impl Spec {
             precision: self.recipe.precision(),
             parameters,
             sharding: session.sharding.as_ref(),
-            steps,
+            micro_batches,
             is_packed: self.is_packed(),
             accumulates: self.finetune.accumulates(),
             check: false,

@@ -86,36 +86,41 @@ impl RunOptions {
     /// the checkpoints.
     pub fn prepare(&self, world_size: WorldSize) -> Result<Start> {
         const CHECKPOINT_EVERY: u64 = 50;
+        const AFTER_FIRST_EPOCH: (u64, u64) = (1, 0);
         self.check()?;
-        let mut known = None;
+        let mut saved_spec = None;
         let mut snapshot = None;
         if let Some(path) = self.resumed() {
             snapshot = Some(RunSnapshot::take(path)?);
-            known = Spec::read(path)?;
+            saved_spec = Spec::read(path)?;
+            if let Some(saved_spec) = &saved_spec {
+                self.check_resumed(saved_spec)?;
+                // Before the texts are read: a complete run needs none.
+                if is_complete(path, saved_spec)? {
+                    check_other_products(path)?;
+                    remove_leftovers(path, saved_spec);
+                    return Ok(Start::Complete(path.into()));
+                }
+            }
         } else if let Some(out) = &self.out {
             check_empty(out)?;
         }
-        if let (Some(path), Some(known)) = (self.resumed(), &known) {
-            self.check_resumed(known)?;
-            // Before the texts are read: a complete run needs none.
-            if is_complete(path, known)? {
-                check_other_products(path)?;
-                remove_leftovers(path, known);
-                return Ok(Start::Complete(path.into()));
-            }
-        }
-        let is_known = known.is_some();
-        let Texts { data, part_lens, held_out, folder, mut spec } = self.read(known, world_size)?;
-        let resume_point = self.resume_point(&spec, is_known)?;
+        let has_saved_spec = saved_spec.is_some();
+        let Texts { data, part_lens, held_out, folder, mut spec } =
+            self.read(saved_spec, world_size)?;
+        let resume_point = self.resume_point(&spec, has_saved_spec)?;
         let mut schedule = spec.training_schedule(data.lengths(), &part_lens)?;
         // A position outside of these batches is rejected here; the batches are made later.
-        let batches = resume_point.as_ref().map(|point| &point.batches);
-        let n_done = schedule.steps_done(batches)?;
-        // The weights of the first step identify a run, so without a position they stay.
-        let position = batches.map_or((1, 0), |batches| (batches.epoch.as_u64(), n_done));
-        if is_known && self.reweight(&mut spec, position) {
+        let batch_state = resume_point.as_ref().map(|point| &point.batch_state);
+        let n_done = schedule.steps_done(batch_state)?;
+        // New weights hold from the position on. Without one they hold from epoch 1: the weights of
+        // the first step are part of the run's identity.
+        let weights_from =
+            batch_state.map_or(AFTER_FIRST_EPOCH, |state| (state.epoch.as_u64(), n_done));
+        if has_saved_spec && self.reweight(&mut spec, weights_from) {
             schedule = spec.training_schedule(data.lengths(), &part_lens)?;
-            schedule.steps_done(batches)?;
+            // Only a check: the epoch must have steps with the new weights, too.
+            schedule.steps_done(batch_state)?;
         }
         let model = spec.trained_model()?;
         // Clipping needs the norm of all gradients, and accumulation their sums, which are known only
@@ -142,20 +147,22 @@ impl RunOptions {
         })))
     }
 
-    /// Reads the model and the texts; `known` is the description of a resumed run.
-    fn read(&self, known: Option<Spec>, world_size: WorldSize) -> Result<Texts> {
+    /// Reads the model and the texts; `saved_spec` is the description of a resumed run.
+    fn read(&self, saved_spec: Option<Spec>, world_size: WorldSize) -> Result<Texts> {
         let mut paths: Vec<PathBuf> = self.data.iter().map(|text| text.path.clone()).collect();
-        if let Some(known) = known.as_ref().filter(|_| paths.is_empty()) {
-            paths.clone_from(&known.data);
+        if paths.is_empty()
+            && let Some(saved) = &saved_spec
+        {
+            paths.clone_from(&saved.data);
         }
-        let seed = known.as_ref().map_or(self.seed.unwrap_or(0), |known| known.seed);
-        let (folder, mut inputs) = self.inputs(known.as_ref(), seed)?;
+        let seed = saved_spec.as_ref().map_or(self.seed.unwrap_or(0), |saved| saved.seed);
+        let (folder, mut inputs) = self.inputs(saved_spec.as_ref(), seed)?;
         if paths.is_empty() && inputs.folder.is_some() {
             return Err(SpecError::NoData.into());
         }
         let RunTexts { fingerprint, train, part_lens, held_out } =
             inputs.read_texts(&folder, &paths, Seed::new(seed), self.max_text_bytes)?;
-        if known.is_none() && self.context.is_none() {
+        if saved_spec.is_none() && self.context.is_none() {
             let held_out = held_out.iter().flat_map(Examples::lengths);
             let longest = train.lengths().into_iter().chain(held_out).fold(0, u64::max);
             inputs = inputs.for_longest(longest);
@@ -163,17 +170,18 @@ impl RunOptions {
         let devices = world_size.as_usize();
         let rows = inputs.rows;
         let data_set = |examples| DataSet::new(examples, rows, devices);
-        let spec = match known {
-            Some(known) if fingerprint != known.text => {
+        let spec = match saved_spec {
+            Some(saved) if fingerprint != saved.text => {
                 return Err(RunError::TextMismatch.into());
             }
-            Some(known) => Spec { finetune: inputs, ..known },
+            Some(saved) => Spec { finetune: inputs, ..saved },
             None => self.new_spec(fingerprint, inputs, world_size)?,
         };
         let spec = Spec {
             data: paths,
             allow_non_finite: spec.allow_non_finite || self.allow_non_finite,
-            // A model in the folder belongs to another run, since this one has steps left.
+            // The run is not complete, so a model in its folder is not, or no longer, its own:
+            // list no files of it.
             model_files: vec![],
             model_fingerprint: None,
             ..spec
@@ -207,48 +215,49 @@ impl RunOptions {
         Ok(spec)
     }
 
-    /// Returns the most tokens of a step, at least as many as the longest sequence has.
+    /// Returns the limit on the tokens of a step, or an error if a sequence of `context` tokens
+    /// does not fit into each micro-batch.
     fn checked_max_tokens(&self, inputs: &RunInputs, world_size: WorldSize) -> Result<u64> {
-        // Every micro-batch holds the longest sequence.
+        // Each micro-batch must be able to hold the longest sequence.
         let context = inputs.context as u64;
         if let Some(limit) = inputs.max_tokens_per_batch.filter(|&limit| limit < context) {
             let expected = format!("at least {context}");
             return Err(SpecError::setting("max_tokens_per_batch", &limit, expected).into());
         }
-        let longest = inputs.context.saturating_mul(inputs.micro_batches());
+        let min_tokens = inputs.context.saturating_mul(inputs.micro_batches());
         let of_sequences = inputs.batch_size.map(|n| n.saturating_mul(inputs.context as u64));
         match self.max_tokens.or(of_sequences) {
-            None => Ok(default_max_tokens(world_size, longest)),
-            Some(asked) if asked >= longest as u64 => Ok(asked),
+            None => Ok(default_max_tokens(world_size, min_tokens)),
+            Some(asked) if asked >= min_tokens as u64 => Ok(asked),
             Some(asked) => {
-                let expected = format!("at least {longest}");
+                let expected = format!("at least {min_tokens}");
                 Err(SpecError::setting("max_tokens", &asked, expected).into())
             }
         }
     }
 
-    /// Sets the requested weights of a resumed run from its position on: an epoch and a step.
-    /// Returns true if there are some.
+    /// Applies the weights that were requested for a resumed run, from this epoch and step on.
+    /// Returns false if none were requested, or if the run has a single text.
     fn reweight(&self, spec: &mut Spec, (from_epoch, from_step): (u64, u64)) -> bool {
         if self.data.iter().all(|text| text.weight.is_none()) || spec.finetune.mixture.is_empty() {
             return false;
         }
-        let known = spec.finetune.weights_at(from_epoch, from_step);
-        let weights = iter::zip(&self.data, known);
-        let weights = weights.map(|(text, &known)| text.weight.unwrap_or(known)).collect();
+        let previous = spec.finetune.weights_at(from_epoch, from_step);
+        let weights = iter::zip(&self.data, previous);
+        let weights = weights.map(|(text, &previous)| text.weight.unwrap_or(previous)).collect();
         spec.finetune.set_weights_from(MixtureWeights { from_epoch, from_step, weights });
         true
     }
 
     /// Opens the checkpoint to resume from, if there is one.
-    fn resume_point(&self, spec: &Spec, is_known: bool) -> Result<Option<ResumePoint>> {
+    fn resume_point(&self, spec: &Spec, has_saved_spec: bool) -> Result<Option<ResumePoint>> {
         let Some(path) = self.resumed() else { return Ok(None) };
         let found = ResumePoint::latest(&checkpoints(path, spec), spec.steps)?;
-        if is_known {
+        if has_saved_spec {
             return Ok(found);
         }
         let contents = contents(path)?;
-        // It was not there when it was read: another program has just started the run.
+        // This program found no description before: another program has started the run since.
         if contents.contains(&spec::FILE) {
             return Err(RunError::ChangedWhileRead { path: path.into() }.into());
         }
@@ -293,19 +302,20 @@ impl PreparedRun {
     /// # Errors
     ///
     /// [`Error::Batch`](crate::Error::Batch) if there are 2^32 sequences or more.
-    pub fn first_epoch(&self) -> Result<PaddingReport> {
+    pub fn first_epoch_padding(&self) -> Result<PaddingReport> {
         Ok(self.schedule.first_epoch()?.0)
     }
 
-    /// Returns the batches of the steps of the first epoch, and of a validation if there is one.
+    /// Returns the micro-batches of the first epoch, each with the batches of all ranks, and the
+    /// micro-batches of a validation if there is one.
     ///
     /// # Errors
     ///
-    /// As of [`first_epoch`](Self::first_epoch).
-    pub fn steps(&self) -> Result<Vec<Vec<Batch>>> {
-        let (_, mut steps) = self.schedule.first_epoch()?;
-        steps.extend(self.validation.iter().flat_map(ValidationSet::steps).cloned());
-        Ok(steps)
+    /// The errors of [`first_epoch_padding`](Self::first_epoch_padding).
+    pub fn micro_batches(&self) -> Result<Vec<Vec<Batch>>> {
+        let (_, mut all) = self.schedule.first_epoch()?;
+        all.extend(self.validation.iter().flat_map(ValidationSet::micro_batches).cloned());
+        Ok(all)
     }
 
     /// Plans the model of the run.
@@ -318,14 +328,18 @@ impl PreparedRun {
     }
 
     /// Returns the work of the process with these ranks, from the first to the one after the last;
-    /// `steps` comes from [`steps`](Self::steps).
-    pub fn workload<'a>(&'a self, steps: &'a [Vec<Batch>], ranks: (u64, u64)) -> Workload<'a> {
+    /// `micro_batches` come from [`micro_batches`](Self::micro_batches).
+    pub fn workload<'a>(
+        &'a self,
+        micro_batches: &'a [Vec<Batch>],
+        ranks: (u64, u64),
+    ) -> Workload<'a> {
         Workload {
             sizes: self.model.sizes(),
             precision: self.spec.recipe.precision(),
             parameters: &self.parameters,
             sharding: self.sharding.as_ref(),
-            steps,
+            micro_batches,
             is_packed: self.spec.is_packed(),
             accumulates: self.spec.finetune.accumulates(),
             check: false,
@@ -378,7 +392,7 @@ impl PreparedRun {
 
     /// Returns the position after the checkpoint that the run resumes from.
     pub(super) fn position(&self) -> Option<&BatchState> {
-        self.resume_point.as_ref().map(|point| &point.batches)
+        self.resume_point.as_ref().map(|point| &point.batch_state)
     }
 }
 

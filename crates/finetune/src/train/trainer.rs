@@ -649,8 +649,8 @@ mod tests {
             panic!("complete")
         };
         assert_eq!(run.examples().len(), 6 + 9);
-        let indices =
-            run.steps().unwrap().into_iter().flatten().map(|batch| batch.len()).sum::<usize>();
+        let micro_batches = run.micro_batches().unwrap();
+        let indices = micro_batches.iter().flatten().map(|batch| batch.len()).sum::<usize>();
         assert_eq!(indices, 15 + 5);
         assert_eq!(run.spec.finetune.mixture[0].weights, [1, 1]);
     }

@@ -122,7 +122,7 @@ fn predict_run(
     }
     match run.first_epoch() {
         Ok(epoch) => {
-            let workload = run.workload(parameters, &epoch.steps)?;
+            let workload = run.workload(parameters, &epoch.micro_batches)?;
             workload.map(|workload| Prediction::new(&workload)).transpose()
         }
         Err(error) => {

@@ -18,7 +18,7 @@ impl Coverage {
     /// Counts over the batches of an epoch.
     pub(super) fn count(epoch: &FirstEpoch) -> Self {
         let mut counts = vec![0_u64; epoch.lengths.len()];
-        for &index in epoch.steps.iter().flatten().flat_map(|batch| &batch.indices) {
+        for &index in epoch.micro_batches.iter().flatten().flat_map(|batch| &batch.indices) {
             counts[to_usize(index)] += 1;
         }
         let n_sequences =
@@ -42,7 +42,7 @@ pub(super) struct RankShare {
 /// get no sequences, and read padding instead.
 pub(super) fn shares(epoch: &FirstEpoch, world_size: WorldSize) -> Vec<RankShare> {
     let mut shares = vec![RankShare::default(); world_size.as_usize()];
-    for batches in &epoch.steps {
+    for batches in &epoch.micro_batches {
         let rows: Vec<&[u64]> = batches.iter().flat_map(rows).collect();
         for (share, place) in shares.iter_mut().zip(world_size.placements()) {
             let own = split::chunk(rows.len() as u64, place);
@@ -82,7 +82,7 @@ mod tests {
                 .unwrap();
         let batches: Vec<Batch> = sampler.iter().map(Result::unwrap).collect();
         let report = PaddingReport::from_iter(&batches);
-        FirstEpoch { lengths, steps: vec![batches], report }
+        FirstEpoch { lengths, micro_batches: vec![batches], report }
     }
 
     #[test]
@@ -105,9 +105,9 @@ mod tests {
     #[test]
     fn coverage_counts_missing_and_repeated_sequences() {
         let mut epoch = epoch(10);
-        epoch.steps[0].remove(1);
-        let repeated = epoch.steps[0][0].clone();
-        epoch.steps[0].push(repeated);
+        epoch.micro_batches[0].remove(1);
+        let repeated = epoch.micro_batches[0][0].clone();
+        epoch.micro_batches[0].push(repeated);
         assert_eq!(Coverage::count(&epoch), Coverage { never: 5, once: 0, more_often: 5 });
     }
 
@@ -120,7 +120,7 @@ mod tests {
         let sampler = DynamicBatchSampler::new([1_u64, 2, 3, 4, 5, 6], config).unwrap();
         let rows: Vec<Batch> = sampler.iter().map(Result::unwrap).collect();
         let report = PaddingReport::from_iter(&rows);
-        let packed = FirstEpoch { lengths: (1..=6).collect(), steps: vec![rows], report };
+        let packed = FirstEpoch { lengths: (1..=6).collect(), micro_batches: vec![rows], report };
         for (epoch, world_size, expected) in
             [(padded, 4, &[(2, 3), (2, 7), (1, 5), (0, 0)][..]), (packed, 2, &[(4, 14), (2, 7)])]
         {

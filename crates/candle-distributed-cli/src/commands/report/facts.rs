@@ -109,7 +109,7 @@ fn compare_session(
 ) -> Result<Option<Comparison>> {
     let session = settings.session();
     let (Some(epoch), Some(counted)) = (epoch, session.step_traffic) else { return Ok(None) };
-    let Some(workload) = settings.workload(&plan.parameters, &epoch.steps)? else {
+    let Some(workload) = settings.workload(&plan.parameters, &epoch.micro_batches)? else {
         return Ok(None);
     };
     Ok(Some(Comparison {

@@ -68,7 +68,7 @@ pub(super) fn write_mixture(spec: &Spec, out: &mut dyn Write) -> io::Result<()> 
 
 /// Prints the first step of a resumed run, the plan of a sharded run, and the batches of an epoch.
 pub(super) fn announce(run: &PreparedRun) -> Result<()> {
-    let first_epoch = run.first_epoch()?;
+    let first_epoch = run.first_epoch_padding()?;
     let n_done = run.first_step();
     let plan = run.plan()?;
     let sharded = match &run.sharding {

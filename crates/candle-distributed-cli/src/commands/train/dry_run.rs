@@ -19,8 +19,8 @@ impl Args {
         run: &PreparedRun,
     ) -> Result<()> {
         let counted = run.rehearse(mesh)?;
-        let steps = run.steps()?;
-        let workload = run.workload(&steps, process.ranks());
+        let micro_batches = run.micro_batches()?;
+        let workload = run.workload(&micro_batches, process.ranks());
         // The memory before training differs between processes, so the prediction uses the largest.
         let base_bytes = largest(mesh, run.base_bytes)?.unwrap_or(0);
         let comparison = Comparison {

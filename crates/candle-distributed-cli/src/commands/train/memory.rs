@@ -36,8 +36,8 @@ impl Args {
         if !self.devices.is_cpu() || n_devices > DeviceMesh::MAX_DEVICES {
             return Ok(());
         }
-        let steps = run.steps()?;
-        let workload = run.workload(&steps, process.ranks()).with_check(self.check);
+        let micro_batches = run.micro_batches()?;
+        let workload = run.workload(&micro_batches, process.ranks()).with_check(self.check);
         let predicted = workload.predict()?;
         let needed = predicted.upper_bound();
         tracing::info!(
@@ -77,8 +77,8 @@ impl Args {
         process: ProcessPlace,
         run: &PreparedRun,
     ) -> Result<Option<u64>> {
-        let steps = run.steps()?;
-        let workload = run.workload(&steps, process.ranks()).with_check(self.check);
+        let micro_batches = run.micro_batches()?;
+        let workload = run.workload(&micro_batches, process.ranks()).with_check(self.check);
         Ok(workload.too_large_to_generate(self.limit(process).as_ref())?)
     }
 

@@ -290,7 +290,7 @@ mod tests {
         // Held-out examples take memory as well.
         let args = train(&["--batch-size", "1", "--validation", "0.5"]);
         let process = args.devices.place(DEFAULT_WORLD_SIZE).unwrap();
-        assert_eq!(prepare(&args, process).steps().unwrap().len(), 2);
+        assert_eq!(prepare(&args, process).micro_batches().unwrap().len(), 2);
     }
     #[test]
     fn a_wrong_gradient_has_a_hint() {
