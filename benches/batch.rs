@@ -136,7 +136,11 @@ fn steps(criterion: &mut Criterion) {
     else {
         panic!("invalid configuration")
     };
-    let config = DistributedConfig::default().with_shuffle(Seed::new(1)).with_cost(Cost::ATTENTION);
+    let config = DistributedConfig {
+        shuffle: Some(Seed::new(1)),
+        cost: Cost::ATTENTION,
+        ..DistributedConfig::default()
+    };
     let Ok(sampler) = DistributedBatchSampler::new(batches, placement, config) else {
         panic!("cannot build the sampler")
     };

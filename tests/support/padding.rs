@@ -208,7 +208,7 @@ pub fn waiting(lengths: &[u32], layout: StepLayout, cost: Cost, max_tokens: u64)
         .with_strategy(sorted(None, Cut::Optimal))
         .with_max_tokens(max_tokens);
     let batches = DynamicBatchSampler::new(lengths, config).unwrap();
-    let config = DistributedConfig::default().with_layout(layout).with_cost(cost);
+    let config = DistributedConfig { layout, cost, ..DistributedConfig::default() };
     let sampler =
         DistributedBatchSampler::new(batches, Placement::new(0, 8).unwrap(), config).unwrap();
     let steps = sampler.epoch(Epoch::ZERO, 0..lengths.len() as u64).unwrap();

@@ -131,7 +131,7 @@ pub(crate) fn train(
     let mut order = DistributedSampler::new(TEXTS, Placement::SINGLE, SamplerConfig::default())?;
     let config = BatchConfig::default().with_strategy(DynamicBatchStrategy::Dynamic);
     let batches = DynamicBatchSampler::new(lengths, config.with_max_tokens(1024))?;
-    let config = DistributedConfig::default().with_shuffle(Seed::new(2));
+    let config = DistributedConfig { shuffle: Some(Seed::new(2)), ..DistributedConfig::default() };
     let batches = DistributedBatchSampler::new(batches, Placement::SINGLE, config)?;
 
     let checkpoints = Checkpoints::new(folder);

@@ -34,9 +34,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         .with_max_tokens(number("max_tokens").ok_or("no max_tokens")?);
     let global_batch_size = number("global_batch_size");
     let grid = GridConfig { global_batch_size, ..GridConfig::default() };
-    let mut steps = DistributedConfig::default()
-        .with_layout(StepLayout::Grid(grid))
-        .with_cost(Cost { per_sequence, per_token, per_token_squared });
+    let mut steps = DistributedConfig {
+        layout: StepLayout::Grid(grid),
+        cost: Cost { per_sequence, per_token, per_token_squared },
+        ..DistributedConfig::default()
+    };
     steps.accumulation = number("accumulation");
     let placement = Placement::new(0, number("ranks").ok_or("no ranks")?)?;
     let batches = DynamicBatchSampler::new(lengths.as_slice(), config)?;

@@ -24,7 +24,6 @@ const SOUGHT: &[(&str, &str, &str)] = &[
     ("crates/dist-train", "SyncBatchNorm::forward_t", "candle-nn's ModuleT"),
     ("crates/dist-train", "SyncBatchNorm::new", "PyTorch's SyncBatchNorm"),
     ("crates/dyn-batch", "BatchConfig::with_max_cost", "budgets that are no number of tokens"),
-    ("crates/dyn-batch", "Collator::with_pad_id", "Hugging Face's pad_token_id"),
     ("crates/dyn-batch", "SequenceLayout::position_ids", "Hugging Face's packed batches"),
     ("crates/dyn-batch", "SequenceLayout::segment_ids", "JAX's packed batches"),
     ("crates/dyn-batch", "SplitLengths", "TRL's bfd_split"),

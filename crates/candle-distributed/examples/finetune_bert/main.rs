@@ -78,7 +78,7 @@ fn train(mesh: &DeviceMesh, model: &mut Model, checkpoints: &Checkpoints, last: 
     let sorted = DynamicBatchStrategy::Sorted { window: Some(256), cut: Cut::Optimal };
     let config = BatchConfig::default().with_strategy(sorted).with_max_tokens(1024);
     let batches = DynamicBatchSampler::new(texts.lengths(), config)?;
-    let config = DistributedConfig::default().with_shuffle(Seed::new(4));
+    let config = DistributedConfig { shuffle: Some(Seed::new(4)), ..DistributedConfig::default() };
     let batches = DistributedBatchSampler::new(batches, Placement::SINGLE, config)?;
 
     let mut steps = batches.epoch(Epoch::ZERO, &order)?;

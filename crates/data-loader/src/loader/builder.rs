@@ -186,10 +186,10 @@ impl<D: Dataset + 'static> LoaderBuilder<D> {
                 Box::new(plan.with_seed(seed))
             }
             Some((config, lengths)) => {
-                let default = DistributedConfig::default();
-                let default =
-                    seed.map_or(default, |seed| default.with_shuffle(seed.derive(BATCH_STREAM)));
-                let step_config = step_config.unwrap_or(default);
+                let step_config = step_config.unwrap_or(DistributedConfig {
+                    shuffle: seed.map(|seed| seed.derive(BATCH_STREAM)),
+                    ..DistributedConfig::default()
+                });
                 Box::new(DynamicPlan::new(sampler, lengths, config, step_config)?)
             }
         };

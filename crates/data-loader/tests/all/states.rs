@@ -245,10 +245,10 @@ fn uneven_ranks_have_equal_states_after_the_epoch() {
 #[test]
 fn micro_batches_of_all_steps_are_read() {
     let steps = DistributedConfig::default;
-    let grid = |config| steps().with_layout(StepLayout::Grid(config));
+    let grid = |config| DistributedConfig { layout: StepLayout::Grid(config), ..steps() };
     for (name, steps, micro_steps) in [
-        ("grouped", steps().with_accumulation(2), 2),
-        ("grid", grid(GridConfig::default()).with_accumulation(4), 4),
+        ("grouped", DistributedConfig { accumulation: Some(2), ..steps() }, 2),
+        ("grid", DistributedConfig { accumulation: Some(4), ..grid(GridConfig::default()) }, 4),
         (
             "global batch",
             grid(GridConfig { global_batch_size: Some(64), ..GridConfig::default() }),
@@ -314,7 +314,7 @@ fn states_of_version_1_resume() {
             BatchConfig::default().with_max_tokens(24),
             (0..100).map(|n| 1 + n * 7 % 9).collect::<Vec<u64>>(),
         )
-        .steps(DistributedConfig::default().with_shuffle(Seed::new(5)));
+        .steps(DistributedConfig { shuffle: Some(Seed::new(5)), ..DistributedConfig::default() });
     for (builder, json, next) in [
         (builder(100), FIXED, vec![7, 18, 73, 54, 86]),
         (planned.placement(Placement::new(1, 2).unwrap()), PLANNED, vec![49, 50]),

@@ -329,7 +329,7 @@ fn shape(batch: &Batch) -> Result<(usize, usize)> {
 fn too_many_tokens(tokens: u64, limit: u64, holder: &str) -> CandleError {
     invalid(format!(
         "sequences of {tokens} tokens are above the {limit} of {holder}: set \
-         Collator::with_max_sequence_length to truncate"
+         Collator::max_sequence_length to truncate"
     ))
 }
 
@@ -397,7 +397,7 @@ mod tests {
             let max = 2 + case % 5;
             let kept: Vec<u64> = lengths.iter().map(|&length| length.min(max)).collect();
             let tokens = naive_tokens(&batch, &kept);
-            let collator = Collator::default().with_max_sequence_length(max);
+            let collator = Collator { max_sequence_length: Some(max), ..Collator::default() };
             let length = |index| lengths[index as usize] as usize;
             let layout = collator.layout(&batch, length, &Device::Cpu).unwrap();
 

@@ -20,7 +20,7 @@ use crate::error::Error;
 /// let texts: [&[u32]; 3] = [&[5, 6, 7], &[8], &[9, 10]];
 /// let lengths = texts.map(|text| text.len());
 /// let sampler = DynamicBatchSampler::new(lengths, BatchConfig::default().with_max_batch_size(2))?;
-/// let collator = Collator::default().with_pad_id(0);
+/// let collator = Collator { pad_id: 0, ..Collator::default() };
 ///
 /// for batch in sampler.iter() {
 ///     let batch = batch?;
@@ -42,13 +42,15 @@ use crate::error::Error;
 /// `DataCollatorWithPadding`, `DataCollatorForTokenClassification` and TRL's `completion_mask`. For
 /// sequences without tokens, such as time series, make only the [`layout`](Collator::layout).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
+#[expect(clippy::exhaustive_structs, reason = "callers take the other fields from `Default`")]
 pub struct Collator {
     /// Padding token; 0 by default.
     pub pad_id: u32,
     /// Label of padding, which losses ignore; −100 by default, as in PyTorch.
     pub ignore_index: i64,
-    /// Limit on the tokens of a sequence; none by default.
+    /// Limit on the tokens of a sequence, which are truncated to it; none by default. If the batcher
+    /// [truncates](crate::Overlong::Truncate), use its
+    /// [`max_sequence_length`](crate::BatchConfig::max_sequence_length).
     pub max_sequence_length: Option<u64>,
 }
 
@@ -121,26 +123,6 @@ pub struct PackedRow {
 }
 
 impl Collator {
-    /// Sets the padding token; 0 by default.
-    #[must_use]
-    pub fn with_pad_id(self, pad_id: u32) -> Self {
-        Self { pad_id, ..self }
-    }
-
-    /// Sets the label of padding; −100 by default.
-    #[must_use]
-    pub fn with_ignore_index(self, ignore_index: i64) -> Self {
-        Self { ignore_index, ..self }
-    }
-
-    /// Truncates longer sequences; by default none. If the batcher
-    /// [truncates](crate::Overlong::Truncate), use its
-    /// [`max_sequence_length`](crate::BatchConfig::max_sequence_length).
-    #[must_use]
-    pub fn with_max_sequence_length(self, max_sequence_length: u64) -> Self {
-        Self { max_sequence_length: Some(max_sequence_length), ..self }
-    }
-
     /// Returns the number of tokens of a sequence after truncation.
     fn n_kept(&self, n_tokens: usize) -> usize {
         // A limit beyond the address space has no effect.
@@ -284,7 +266,7 @@ mod tests {
     fn padding_has_configured_id_and_label() {
         let batches =
             batches(BatchConfig::default().with_max_batch_size(2).with_length_multiple(4));
-        let collator = Collator::default().with_pad_id(99).with_ignore_index(-1);
+        let collator = Collator { pad_id: 99, ignore_index: -1, ..Collator::default() };
         let tensors = collator.pad(&batches[0], text, &Device::Cpu).unwrap();
         assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[1, 2, 3, 99], [4, 5, 99, 99]]);
         assert_eq!(tensors.rows.mask.to_vec2::<u8>().unwrap(), [[1, 1, 1, 0], [1, 1, 0, 0]]);
@@ -295,7 +277,7 @@ mod tests {
     fn truncation_cuts_the_end() {
         let config = BatchConfig::default().with_max_batch_size(4).with_max_sequence_length(2);
         let batches = batches(config.with_overlong(Overlong::Truncate));
-        let collator = Collator::default().with_max_sequence_length(2);
+        let collator = Collator { max_sequence_length: Some(2), ..Collator::default() };
         let tensors = collator.pad(&batches[0], text, &Device::Cpu).unwrap();
         assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[1, 2], [4, 5], [6, 0], [7, 8]]);
         let error = Collator::default().pad(&batches[0], text, &Device::Cpu).unwrap_err();
@@ -306,7 +288,7 @@ mod tests {
     fn truncation_follows_the_counted_length() {
         let config = BatchConfig::default().with_max_sequence_length(3);
         let config = config.with_overlong(Overlong::Truncate);
-        let collator = Collator::default().with_max_sequence_length(3);
+        let collator = Collator { max_sequence_length: Some(3), ..Collator::default() };
         let padded = batches(config.clone().with_max_batch_size(4).with_length_multiple(4));
         let tensors = collator.pad(&padded[0], text, &Device::Cpu).unwrap();
         assert_eq!(tensors.ids.to_vec2::<u32>().unwrap()[3], [7, 8, 9, 0]);
@@ -393,8 +375,8 @@ mod tests {
     fn fields_align_with_tokens() {
         let config = BatchConfig::default().with_max_batch_size(4).with_max_sequence_length(3);
         let batches = batches(config.with_overlong(Overlong::Truncate));
-        let collator = Collator::default().with_ignore_index(-1);
-        let collator = collator.with_max_sequence_length(3);
+        let collator = Collator { ignore_index: -1, ..Collator::default() };
+        let collator = Collator { max_sequence_length: Some(3), ..collator };
         let tensors = collator.pad(&batches[0], text, &Device::Cpu).unwrap();
         assert_eq!(
             tensors.layout.per_token(-7, at(TENFOLD)).unwrap().to_vec2::<i64>().unwrap(),

@@ -115,7 +115,7 @@ pub enum Overlong {
     Error,
     /// The sequence counts as `max_sequence_length` tokens, and the report counts the sequence. The
     /// reader of the tokens must truncate them; with the feature `candle`, set
-    /// `Collator::with_max_sequence_length`.
+    /// `Collator::max_sequence_length`.
     Truncate,
     /// The sequence is skipped, and the report counts it.
     Skip,

@@ -54,13 +54,17 @@ pub enum StepLayout {
 /// use core_types::Seed;
 /// use dyn_batch::{Cost, DistributedConfig, StepRemainder};
 ///
-/// let config = DistributedConfig::default().with_shuffle(Seed::new(7)).with_cost(Cost::ATTENTION);
+/// let config = DistributedConfig {
+///     shuffle: Some(Seed::new(7)),
+///     cost: Cost::ATTENTION,
+///     ..DistributedConfig::default()
+/// };
 /// assert_eq!(config.remainder, StepRemainder::Split);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(default, deny_unknown_fields))]
-#[non_exhaustive]
+#[expect(clippy::exhaustive_structs, reason = "callers take the other fields from `Default`")]
 pub struct DistributedConfig {
     /// Seed for a random order of steps, different in each epoch; no shuffle by default.
     pub shuffle: Option<Seed>,
@@ -71,7 +75,8 @@ pub struct DistributedConfig {
     /// Cost to balance over the ranks of a step; padded tokens by default.
     pub cost: Cost,
     /// Number of micro-batches per rank in a step. By default 1, or the fewest that hold a global batch
-    /// of a grid.
+    /// of a grid. Dealt steps do not support it.
+    #[doc(alias = "gradient_accumulation_steps")]
     pub accumulation: Option<u64>,
 }
 
@@ -84,39 +89,5 @@ impl Default for DistributedConfig {
             cost: Cost::TOKENS,
             accumulation: None,
         }
-    }
-}
-
-impl DistributedConfig {
-    /// Shuffles the steps in a different order each epoch.
-    #[must_use]
-    pub fn with_shuffle(self, seed: Seed) -> Self {
-        Self { shuffle: Some(seed), ..self }
-    }
-
-    /// Sets the layout of steps; [`StepLayout::Grouped`] by default.
-    #[must_use]
-    pub fn with_layout(self, layout: StepLayout) -> Self {
-        Self { layout, ..self }
-    }
-
-    /// Sets the policy for batches that cannot fill a step; [`StepRemainder::Split`] by default.
-    #[must_use]
-    pub fn with_remainder(self, remainder: StepRemainder) -> Self {
-        Self { remainder, ..self }
-    }
-
-    /// Sets the cost to balance over the ranks of a step; padded tokens by default.
-    #[must_use]
-    pub fn with_cost(self, cost: Cost) -> Self {
-        Self { cost, ..self }
-    }
-
-    /// Sets the number of micro-batches per rank in a step; by default 1, or the fewest that hold a
-    /// global batch of a grid. Dealt steps do not support it.
-    #[must_use]
-    #[doc(alias = "gradient_accumulation_steps")]
-    pub fn with_accumulation(self, accumulation: u64) -> Self {
-        Self { accumulation: Some(accumulation), ..self }
     }
 }

@@ -48,7 +48,10 @@ use crate::{
 ///     lengths,
 ///     BatchConfig::default().with_strategy(sorted).with_max_tokens(256),
 /// )?;
-/// let config = DistributedConfig::default().with_shuffle(Seed::new(1));
+/// let config = DistributedConfig {
+///     shuffle: Some(Seed::new(1)),
+///     ..DistributedConfig::default()
+/// };
 ///
 /// let mut n_sequences = 0;
 /// for rank in 0..4 {

@@ -37,8 +37,10 @@ use crate::{
 /// # use dyn_batch::*;
 /// let batches =
 ///     DynamicBatchSampler::new([9_u32, 2, 3, 8], BatchConfig::default().with_max_tokens(10))?;
-/// let config = DistributedConfig::default()
-///     .with_layout(StepLayout::Grid(GridConfig { global_batch_size: Some(4), ..GridConfig::default() }));
+/// let config = DistributedConfig {
+///     layout: StepLayout::Grid(GridConfig { global_batch_size: Some(4), ..GridConfig::default() }),
+///     ..DistributedConfig::default()
+/// };
 /// let sampler = DistributedBatchSampler::new(batches, Placement::SINGLE, config)?;
 /// let step = sampler.epoch(Epoch::ZERO, 0..4)?.next().ok_or("no step")?;
 /// let weights: Vec<u64> = step.micro_batches.iter().map(|batch| batch.real_tokens).collect();

@@ -22,7 +22,11 @@ pub enum Synchronization {
 /// use dyn_batch::{DistributedConfig, GridConfig, StepLayout};
 ///
 /// let grid = GridConfig { global_batch_size: Some(512), ..GridConfig::default() };
-/// let config = DistributedConfig::default().with_layout(StepLayout::Grid(grid)).with_accumulation(4);
+/// let config = DistributedConfig {
+///     layout: StepLayout::Grid(grid),
+///     accumulation: Some(4),
+///     ..DistributedConfig::default()
+/// };
 /// assert_eq!(config.accumulation, Some(4));
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

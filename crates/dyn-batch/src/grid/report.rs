@@ -20,10 +20,12 @@ use crate::grid::config::Synchronization;
 /// let lengths: Vec<u32> = (0..64).map(|i| 8 + i * 37 % 120).collect();
 /// let batches = DynamicBatchSampler::new(lengths, BatchConfig::default().with_max_tokens(1024))?;
 /// let grid = GridConfig { global_batch_size: Some(32), ..GridConfig::default() };
-/// let config = DistributedConfig::default()
-///     .with_layout(StepLayout::Grid(grid))
-///     .with_accumulation(2)
-///     .with_cost(Cost::ATTENTION);
+/// let config = DistributedConfig {
+///     layout: StepLayout::Grid(grid),
+///     accumulation: Some(2),
+///     cost: Cost::ATTENTION,
+///     ..DistributedConfig::default()
+/// };
 /// let steps = DistributedBatchSampler::new(batches, Placement::new(0, 4)?, config)?
 ///     .epoch(Epoch::ZERO, 0..64)?;
 /// let report = steps.grid_report().ok_or("no grid")?;

@@ -81,7 +81,11 @@ fn packed_grids_wait_little() {
         let best_fit: usize = best_fit.sum();
         let grid =
             StepLayout::Grid(GridConfig { global_batch_size: Some(size), ..GridConfig::default() });
-        let config = DistributedConfig::default().with_layout(grid).with_cost(Cost::ATTENTION);
+        let config = DistributedConfig {
+            layout: grid,
+            cost: Cost::ATTENTION,
+            ..DistributedConfig::default()
+        };
         let sampler =
             DistributedBatchSampler::new(rows, Placement::new(0, 8).unwrap(), config).unwrap();
         let steps = sampler.epoch(Epoch::ZERO, 0..n_steps * size).unwrap();

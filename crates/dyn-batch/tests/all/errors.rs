@@ -232,8 +232,10 @@ fn impossible_steps_are_rejected() {
         let batches = DynamicBatchSampler::new(lengths, config).unwrap();
         DistributedBatchSampler::new(batches, Placement::new(0, 4).unwrap(), steps)
     };
-    let (grouped, dealt) =
-        (DistributedConfig::default(), DistributedConfig::default().with_layout(StepLayout::Dealt));
+    let (grouped, dealt) = (
+        DistributedConfig::default(),
+        DistributedConfig { layout: StepLayout::Dealt, ..DistributedConfig::default() },
+    );
     let batches_of_two = BatchConfig::default().with_max_batch_size(2);
     let error = sampler(vec![1, 1, 1], batches_of_two.clone(), grouped)
         .unwrap()
@@ -273,7 +275,7 @@ fn joining_huge_batches_does_not_overflow() {
     let lengths = [MAX / 4; 5];
     let batches = BatchConfig::default().with_max_tokens(MAX).with_max_batch_size(2);
     let batches = DynamicBatchSampler::new(lengths, batches).unwrap();
-    let dealt = DistributedConfig::default().with_layout(StepLayout::Dealt);
+    let dealt = DistributedConfig { layout: StepLayout::Dealt, ..DistributedConfig::default() };
     let placement = Placement::new(0, 2).unwrap();
     let sampler = DistributedBatchSampler::new(batches, placement, dealt).unwrap();
     let sizes = sampler.epoch(Epoch::ZERO, 0..5).unwrap().map(|step| step.micro_batches[0].len());

@@ -59,7 +59,7 @@ fn steps_in_order_are_pinned() {
 #[test]
 fn shuffled_steps_are_pinned() {
     let batches = sampler(sorted(None, Cut::Optimal), 30, 120);
-    let config = DistributedConfig::default().with_shuffle(Seed::new(7));
+    let config = DistributedConfig { shuffle: Some(Seed::new(7)), ..DistributedConfig::default() };
     let first: [[&[u64]; 3]; 4] = [
         [&[2, 8, 25], &[6, 18], &[24, 28]],
         [&[11, 12, 19, 29], &[9, 13, 7], &[22]],
@@ -79,8 +79,11 @@ fn shuffled_steps_are_pinned() {
 #[test]
 fn dealt_steps_are_pinned() {
     let batches = sampler(sorted(None, Cut::Optimal), 30, 120);
-    let config =
-        DistributedConfig::default().with_layout(StepLayout::Dealt).with_shuffle(Seed::new(7));
+    let config = DistributedConfig {
+        layout: StepLayout::Dealt,
+        shuffle: Some(Seed::new(7)),
+        ..DistributedConfig::default()
+    };
     let expected: [[&[u64]; 3]; 4] = [
         [&[0], &[3], &[28]],
         [&[27, 15], &[1, 5], &[17, 21]],
@@ -94,8 +97,8 @@ fn dealt_steps_are_pinned() {
 fn small_steps_repeat_sequences() {
     let config = BatchConfig::default().with_max_batch_size(2);
     let batches = DynamicBatchSampler::new(lengths(8), config).unwrap();
-    let dealt = DistributedConfig::default().with_layout(StepLayout::Dealt);
-    let steps = steps(&batches, dealt.with_remainder(StepRemainder::Repeat), 0);
+    let dealt = DistributedConfig { layout: StepLayout::Dealt, ..DistributedConfig::default() };
+    let steps = steps(&batches, DistributedConfig { remainder: StepRemainder::Repeat, ..dealt }, 0);
     let mut last = indices(&steps)[1].concat();
     last.sort_unstable();
     assert_eq!((steps.len(), last), (2, vec![6, 6, 7]));
@@ -133,8 +136,9 @@ fn digest(strategy: &DynamicBatchStrategy) -> u64 {
     let layouts = [StepLayout::Grouped, StepLayout::Dealt];
     for layout in layouts.into_iter().filter(|layout| can_deal || *layout == StepLayout::Grouped) {
         for remainder in [StepRemainder::Split, StepRemainder::Drop, StepRemainder::Repeat] {
-            let config = DistributedConfig::default().with_layout(layout).with_remainder(remainder);
-            let shuffled = config.with_shuffle(Seed::new(9)).with_cost(Cost::ATTENTION);
+            let config = DistributedConfig { layout, remainder, ..DistributedConfig::default() };
+            let shuffled =
+                DistributedConfig { shuffle: Some(Seed::new(9)), cost: Cost::ATTENTION, ..config };
             for (config, epoch) in [(config, 0), (shuffled, 0), (shuffled, 1)] {
                 let steps = steps(&batches, config, epoch);
                 steps.iter().flatten().for_each(|batch| add(&mut digest, batch));
@@ -180,10 +184,12 @@ fn grids_are_pinned() {
         let mut digest = Fingerprint::new();
         for synchronization in [Synchronization::MicroStep, Synchronization::Step] {
             let grid = GridConfig { global_batch_size, synchronization };
-            let mut config = DistributedConfig::default()
-                .with_layout(StepLayout::Grid(grid))
-                .with_shuffle(Seed::new(9))
-                .with_cost(Cost::ATTENTION);
+            let mut config = DistributedConfig {
+                layout: StepLayout::Grid(grid),
+                shuffle: Some(Seed::new(9)),
+                cost: Cost::ATTENTION,
+                ..DistributedConfig::default()
+            };
             config.accumulation = accumulation;
             let steps = steps(&sampler(strategy.clone(), 300, 240), config, 1);
             steps.iter().flatten().for_each(|batch| add(&mut digest, batch));

@@ -97,14 +97,12 @@ fn use_sampler(sampler: &DynamicBatchSampler<Vec<u64>>, draw: &mut Draws) -> u64
     }
     let _ = (report.efficiency(), report.to_string());
     let _ = sampler.iter().shuffled(Seed::new(1)).count();
-    let config = DistributedConfig::default()
-        .with_layout(draw.choose(&[StepLayout::Grouped, StepLayout::Dealt]))
-        .with_remainder(draw.choose(&[
-            StepRemainder::Split,
-            StepRemainder::Drop,
-            StepRemainder::Repeat,
-        ]))
-        .with_cost(draw.cost());
+    let config = DistributedConfig {
+        layout: draw.choose(&[StepLayout::Grouped, StepLayout::Dealt]),
+        remainder: draw.choose(&[StepRemainder::Split, StepRemainder::Drop, StepRemainder::Repeat]),
+        cost: draw.cost(),
+        ..DistributedConfig::default()
+    };
     let mut states: Vec<BatchState> = Vec::new();
     let mut n_steps = 0;
     for _ in 0..3 {

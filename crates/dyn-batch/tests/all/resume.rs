@@ -20,7 +20,7 @@ fn lengths() -> Vec<u64> {
 }
 
 fn shuffled() -> DistributedConfig {
-    DistributedConfig::default().with_shuffle(Seed::new(7))
+    DistributedConfig { shuffle: Some(Seed::new(7)), ..DistributedConfig::default() }
 }
 
 /// Returns the state after two steps of epoch 3.
@@ -47,7 +47,11 @@ fn resume_continues_the_steps() {
 
 #[test]
 fn another_shuffle_is_rejected() {
-    check_rejected(shuffled().with_shuffle(Seed::new(8)), lengths(), 0..50);
+    check_rejected(
+        DistributedConfig { shuffle: Some(Seed::new(8)), ..shuffled() },
+        lengths(),
+        0..50,
+    );
     check_rejected(DistributedConfig::default(), lengths(), 0..50);
 }
 
@@ -57,7 +61,8 @@ fn another_shuffle_of_one_step_is_rejected() {
     let sampler = |seed| {
         let config = BatchConfig::default().with_max_batch_size(4);
         let batches = DynamicBatchSampler::new([5_u32, 6], config).unwrap();
-        let config = DistributedConfig::default().with_shuffle(Seed::new(seed));
+        let config =
+            DistributedConfig { shuffle: Some(Seed::new(seed)), ..DistributedConfig::default() };
         DistributedBatchSampler::new(batches, Placement::SINGLE, config).unwrap()
     };
     let state = sampler(1).epoch(Epoch::ZERO, 0..2).unwrap().state();
@@ -67,8 +72,8 @@ fn another_shuffle_of_one_step_is_rejected() {
 
 #[test]
 fn another_cost_or_layout_is_rejected() {
-    check_rejected(shuffled().with_cost(Cost::ATTENTION), lengths(), 0..50);
-    check_rejected(shuffled().with_layout(StepLayout::Dealt), lengths(), 0..50);
+    check_rejected(DistributedConfig { cost: Cost::ATTENTION, ..shuffled() }, lengths(), 0..50);
+    check_rejected(DistributedConfig { layout: StepLayout::Dealt, ..shuffled() }, lengths(), 0..50);
 }
 
 #[test]
@@ -76,7 +81,7 @@ fn equivalent_layout_is_rejected() {
     let sampler = |layout| {
         let config = BatchConfig::default().with_max_batch_size(1);
         let batches = DynamicBatchSampler::new([5_u32], config).unwrap();
-        let config = DistributedConfig::default().with_layout(layout);
+        let config = DistributedConfig { layout, ..DistributedConfig::default() };
         DistributedBatchSampler::new(batches, Placement::SINGLE, config).unwrap()
     };
     let state = sampler(StepLayout::Grouped).epoch(Epoch::ZERO, 0..1).unwrap().state();

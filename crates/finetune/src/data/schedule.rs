@@ -177,13 +177,16 @@ impl BatchSchedule {
         if let Some(max_batch_size) = batching.max_batch_size {
             batch_config = batch_config.with_max_batch_size(max_batch_size);
         }
-        let mut step_config = DistributedConfig::default().with_shuffle(seed.derive(BATCH_STREAM));
-        step_config.accumulation = batching.accumulate;
+        let mut step_config = DistributedConfig {
+            shuffle: Some(seed.derive(BATCH_STREAM)),
+            accumulation: batching.accumulate,
+            ..DistributedConfig::default()
+        };
         if batching.is_grid {
             // The batch size is the number of sequences in a step.
             let global_batch_size = batching.max_batch_size;
             let grid = GridConfig { global_batch_size, ..GridConfig::default() };
-            step_config = step_config.with_layout(StepLayout::Grid(grid));
+            step_config.layout = StepLayout::Grid(grid);
             batch_config = batch_config.with_remainder(Remainder::Keep);
         }
         let batches = DynamicBatchSampler::new(lengths, batch_config)?;

@@ -484,17 +484,18 @@ impl BatchArgs {
             None | Some(StepCostArg::Tokens) => Cost::TOKENS,
             Some(StepCostArg::Attention) => Cost::ATTENTION,
         };
-        let last_step = match self.remainder {
+        let remainder = match self.remainder {
             None | Some(RemainderArg::Split) => StepRemainder::Split,
             Some(RemainderArg::Drop) => StepRemainder::Drop,
             Some(RemainderArg::Repeat) => StepRemainder::Repeat,
         };
-        let mut config = DistributedConfig::default()
-            .with_layout(layout)
-            .with_cost(cost)
-            .with_remainder(last_step);
-        config.accumulation = self.accumulate;
-        self.shuffle_seed().map_or(config, |seed| config.with_shuffle(seed))
+        DistributedConfig {
+            shuffle: self.shuffle_seed(),
+            layout,
+            remainder,
+            cost,
+            accumulation: self.accumulate,
+        }
     }
 
     /// Returns the reading order of `len` sequences in an epoch.

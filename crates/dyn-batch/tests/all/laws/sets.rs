@@ -217,14 +217,15 @@ fn check_steps(lengths: &[u64], batch_config: &BatchConfig, world: u64, config: 
 }
 
 fn distributed_configs(can_deal: bool) -> Vec<DistributedConfig> {
-    let config = DistributedConfig::default().with_cost(Cost::ATTENTION);
+    let config = DistributedConfig { cost: Cost::ATTENTION, ..DistributedConfig::default() };
     let layouts = [StepLayout::Grouped, StepLayout::Dealt];
     let layouts = layouts.into_iter().filter(|&layout| can_deal || layout == StepLayout::Grouped);
     let remainders = [StepRemainder::Split, StepRemainder::Drop, StepRemainder::Repeat];
     let all = layouts.flat_map(|layout| {
-        remainders.map(|remainder| config.with_layout(layout).with_remainder(remainder))
+        remainders.map(|remainder| DistributedConfig { layout, remainder, ..config })
     });
-    all.flat_map(|config| [config, config.with_shuffle(Seed::new(7))]).collect()
+    all.flat_map(|config| [config, DistributedConfig { shuffle: Some(Seed::new(7)), ..config }])
+        .collect()
 }
 
 fn can_deal(strategy: &DynamicBatchStrategy) -> bool {

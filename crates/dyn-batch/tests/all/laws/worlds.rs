@@ -142,11 +142,11 @@ fn all_configs() -> impl Iterator<Item = DistributedConfig> {
         (grid, Some(2)),
     ];
     let remainders = [StepRemainder::Split, StepRemainder::Drop, StepRemainder::Repeat];
-    let config = DistributedConfig::default().with_shuffle(Seed::new(2));
+    let config = DistributedConfig { shuffle: Some(Seed::new(2)), ..DistributedConfig::default() };
     layouts.into_iter().flat_map(move |(layout, accumulation)| {
-        let mut config = config.with_layout(layout);
+        let mut config = DistributedConfig { layout, ..config };
         config.accumulation = accumulation;
-        remainders.map(|remainder| config.with_remainder(remainder))
+        remainders.map(|remainder| DistributedConfig { remainder, ..config })
     })
 }
 
@@ -192,7 +192,7 @@ proptest! {
             DynamicBatchStrategy::Pack(_) => batches,
             _ => batches.with_batch_size_multiple(multiple),
         };
-        let config = config.with_shuffle(Seed::new(seed));
+        let config = DistributedConfig { shuffle: Some(Seed::new(seed)), ..config };
         let epoch = SharedEpoch::new(lengths, order, batches.with_strategy(strategy), config);
         if let Some(epoch) = epoch {
             epoch.check(worlds, n_steps);
