@@ -52,7 +52,7 @@ enum Line {
 }
 
 fn read(path: &Path, index: &Path) -> Vec<Line> {
-    let config = TextConfig::default().with_index(IndexPlace::At(index.into()));
+    let config = TextConfig { index: IndexPlace::At(index.into()), ..TextConfig::default() };
     let texts = TextDataset::open_with(path, &config).expect("any text can be opened");
     (0..texts.len()).map(|n| texts.read(n).map_or_else(|error| fault(&error), Line::Text)).collect()
 }

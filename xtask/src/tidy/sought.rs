@@ -10,7 +10,6 @@ const SOUGHT: &[(&str, &str, &str)] = &[
     ("crates/data-loader", "LoaderBuilder::prefetch_factor", "PyTorch's DataLoader"),
     ("crates/data-loader", "SampleBatch::with_lengths", "transforms that change a length"),
     ("crates/data-loader", "ShardedDataset::new", "shards of other formats, as WebDataset has"),
-    ("crates/data-loader", "TextConfig::with_max_bytes", "limits for files of others"),
     ("crates/data-loader", "TokenDataset::open", "token files of nanoGPT and Megatron"),
     ("crates/dist-sampler", "DistributedSampler::spdl_deterministic", "SPDL's sampler"),
     ("crates/dist-sampler", "DistributedSampler::spdl_random", "SPDL's sampler"),

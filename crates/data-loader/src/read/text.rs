@@ -28,39 +28,23 @@ use crate::{
 /// ```
 /// use data_loader::{TextConfig, TextUnit};
 ///
-/// let config = TextConfig::default().with_unit(TextUnit::Paragraph).with_max_bytes(512);
+/// let config = TextConfig {
+///     unit: TextUnit::Paragraph,
+///     max_bytes: Some(512),
+///     ..TextConfig::default()
+/// };
 /// assert_eq!(config.max_bytes, Some(512));
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
+#[expect(clippy::exhaustive_structs, reason = "callers take the other fields from `Default`")]
 pub struct TextConfig {
     /// Part of a file that is a sample; [`TextUnit::Line`] by default.
     pub unit: TextUnit,
-    /// Maximum bytes of a sample, at least 8; none by default.
+    /// Maximum bytes of a sample, at least 8; none by default. Longer samples are cut into pieces,
+    /// between characters.
     pub max_bytes: Option<u64>,
     /// Place of the line index; [`IndexPlace::InMemory`] by default.
     pub index: IndexPlace,
-}
-
-impl TextConfig {
-    /// Sets the part of a file that is a sample; [`TextUnit::Line`] by default.
-    #[must_use]
-    pub fn with_unit(self, unit: TextUnit) -> Self {
-        Self { unit, ..self }
-    }
-
-    /// Cuts longer samples into pieces of at most this many bytes, between characters; no limit by
-    /// default.
-    #[must_use]
-    pub fn with_max_bytes(self, max_bytes: u64) -> Self {
-        Self { max_bytes: Some(max_bytes), ..self }
-    }
-
-    /// Sets the place of the line index; in memory by default.
-    #[must_use]
-    pub fn with_index(self, index: IndexPlace) -> Self {
-        Self { index, ..self }
-    }
 }
 
 /// Texts of a file or folder, read when they are asked for.
@@ -89,7 +73,7 @@ impl TextConfig {
 /// let lines = TextDataset::open(&path)?;
 /// assert_eq!((lines.len(), lines.read(1)?.as_str()), (4, "or not"));
 ///
-/// let config = TextConfig::default().with_unit(TextUnit::Paragraph);
+/// let config = TextConfig { unit: TextUnit::Paragraph, ..TextConfig::default() };
 /// let paragraphs = TextDataset::open_with(&path, &config)?;
 /// assert_eq!((paragraphs.len(), paragraphs.read(0)?.as_str()), (2, "to be\nor not"));
 /// # Ok::<(), data_loader::BoxError>(())

@@ -59,13 +59,16 @@ fn naive(text: &str, unit: TextUnit) -> Vec<String> {
 fn check_text(folder: &TempDir, text: &str) {
     let path = write(folder, "text.txt", text);
     for unit in UNITS {
-        let config = TextConfig::default().with_unit(unit);
+        let config = TextConfig { unit, ..TextConfig::default() };
         let expected = naive(text, unit);
         let dataset = TextDataset::open_with(&path, &config).unwrap();
         assert_eq!(all(&dataset), expected, "{unit:?} of {text:?}");
         let index = IndexPlace::At(folder.path().join(format!("{unit:?}")));
         for _ in 0..2 {
-            let kept = TextDataset::open_with(&path, &config.clone().with_index(index.clone()));
+            let kept = TextDataset::open_with(
+                &path,
+                &TextConfig { index: index.clone(), ..config.clone() },
+            );
             assert_eq!(all(&kept.unwrap()), expected, "kept {unit:?} of {text:?}");
         }
         let lengths = (0..dataset.count()).map(|n| dataset.length(n).unwrap());
@@ -85,7 +88,7 @@ fn check_text(folder: &TempDir, text: &str) {
 
 /// Pieces of a text are its text again, except for line ends where they touch.
 fn check_cut_text(path: &Path, config: &TextConfig, expected: &[String], text: &str) {
-    let config = config.clone().with_max_bytes(8);
+    let config = TextConfig { max_bytes: Some(8), ..config.clone() };
     let pieces = all(&TextDataset::open_with(path, &config).unwrap());
     assert!(pieces.iter().all(|piece| piece.len() <= 8), "{pieces:?}");
     let joined = |texts: &[String]| texts.concat().replace('\n', "");
@@ -135,17 +138,17 @@ fn folder_is_its_files_in_order() {
     }
     write(&folder, "a.txt", "first\nsecond");
     write(&folder, ".hidden", "no");
-    let config = TextConfig::default().with_index(IndexPlace::Beside);
+    let config = TextConfig { index: IndexPlace::Beside, ..TextConfig::default() };
     for _ in 0..2 {
         let dataset = TextDataset::open_with(folder.path(), &config).unwrap();
         let mut expected = vec!["first".to_owned(), "second".to_owned()];
         expected.extend((0..200).map(|n| format!("text {n}")));
         assert_eq!(all(&dataset), expected);
     }
-    let config = TextConfig::default().with_index(IndexPlace::At("index".into()));
+    let config = TextConfig { index: IndexPlace::At("index".into()), ..TextConfig::default() };
     let error = TextDataset::open_with(folder.path(), &config).unwrap_err();
     assert!(matches!(error, Error::Setting { .. }), "{error}");
-    let config = TextConfig::default().with_max_bytes(7);
+    let config = TextConfig { max_bytes: Some(7), ..TextConfig::default() };
     let error = TextDataset::open_with(folder.path(), &config).unwrap_err();
     assert!(matches!(error, Error::Setting { .. }), "{error}");
 }
@@ -240,7 +243,7 @@ fn unfit_index_is_built_anew() {
         assert_eq!(fs::read(&index).unwrap(), valid);
     }
     // Another rule, another content and another time of the file.
-    let config = TextConfig::default().with_index(IndexPlace::At(index.clone()));
+    let config = TextConfig { index: IndexPlace::At(index.clone()), ..TextConfig::default() };
     assert_eq!(TextDataset::open_with(&path, &config).unwrap().len(), 5000);
     assert_ne!(fs::read(&index).unwrap(), valid);
     fs::write(&path, "7\n8\n").unwrap();
