@@ -237,52 +237,6 @@ impl<T> DataLoader<T> {
     /// the state belongs to another data set, order, seed or batch size. The loader is then
     /// unchanged.
     pub fn load_state_dict(&mut self, state: &LoaderState) -> Result<()> {
-        self.resume(state, None)
-    }
-
-    /// Like [`load_state_dict`](Self::load_state_dict), and mixes the data sets of a mixture by
-    /// other weights from this position on.
-    ///
-    /// # Errors
-    ///
-    /// The errors of [`load_state_dict`](Self::load_state_dict), and [`Error::Setting`] if batches
-    /// are planned by lengths. They read the order out of sequence, so no position of it divides what
-    /// is read from what is not: give the next epoch a sampler with other weights.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use core_types::{Epoch, Placement};
-    /// use data_loader::{DataLoader, SampleBatch, concat};
-    /// use dist_sampler::{DistributedSampler, MixtureEnd, MixturePart, SamplerConfig};
-    ///
-    /// let make = || -> Result<_, Box<dyn std::error::Error>> {
-    ///     let parts = [MixturePart::new(100, 3), MixturePart::new(100, 1)];
-    ///     let (end, config) = (MixtureEnd::Repeat { len: 400 }, SamplerConfig::default());
-    ///     let mixture = DistributedSampler::mixture(&parts, end, Placement::SINGLE, config)?;
-    ///     let builder = DataLoader::builder(concat([vec!['a'; 100], vec!['b'; 100]]));
-    ///     let collate = |samples: SampleBatch<char>| Ok(samples.items);
-    ///     Ok(builder.sampler(mixture).batch_size(40).collate(collate)?)
-    /// };
-    /// let count_b = |batch: &[char]| batch.iter().filter(|part| **part == 'b').count();
-    /// let mut first = make()?;
-    /// first.set_epoch(Epoch::ZERO)?;
-    /// assert_eq!(count_b(&first.next().expect("a batch")?), 10);
-    ///
-    /// let mut second = make()?;
-    /// second.load_state_dict_with_weights(&first.state_dict(), &[1, 1])?;
-    /// assert_eq!(count_b(&second.next().expect("a batch")?), 20);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn load_state_dict_with_weights(
-        &mut self,
-        state: &LoaderState,
-        weights: &[u64],
-    ) -> Result<()> {
-        self.resume(state, Some(weights))
-    }
-
-    fn resume(&mut self, state: &LoaderState, weights: Option<&[u64]>) -> Result<()> {
         if state.format_version != LoaderState::VERSION {
             return Err(Error::StateMismatch {
                 what: "format version",
@@ -300,7 +254,7 @@ impl<T> DataLoader<T> {
             });
         }
         if state.position != LoaderPosition::Start {
-            self.plan.resume(&state.position, weights)?;
+            self.plan.resume(&state.position)?;
         }
         self.start_at(state.epoch());
         self.skipped.count = state.skipped;

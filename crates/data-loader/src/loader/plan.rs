@@ -36,7 +36,7 @@ pub(crate) trait BatchPlan: Send {
 
     /// Moves to a position, and mixes by other weights from there on, if there are some. On an
     /// error, the plan is unchanged.
-    fn resume(&mut self, position: &LoaderPosition, weights: Option<&[u64]>) -> Result<()>;
+    fn resume(&mut self, position: &LoaderPosition) -> Result<()>;
 
     /// Returns the number of batches from the position on.
     fn n_batches(&self) -> u64;
@@ -155,7 +155,7 @@ impl BatchPlan for FixedPlan {
         self.start()
     }
 
-    fn resume(&mut self, position: &LoaderPosition, weights: Option<&[u64]>) -> Result<()> {
+    fn resume(&mut self, position: &LoaderPosition) -> Result<()> {
         let LoaderPosition::Fixed { batch_size, sampler: state } = position else {
             return Err(kind_mismatch(DYNAMIC, FIXED));
         };
@@ -167,11 +167,7 @@ impl BatchPlan for FixedPlan {
             });
         }
         let mut sampler = self.sampler.clone();
-        let resumed = match weights {
-            None => sampler.resume(state),
-            Some(weights) => sampler.resume_with_weights(state, weights),
-        };
-        resumed.map_err(|error| self.name_seed(error))?;
+        sampler.resume(state).map_err(|error| self.name_seed(error))?;
         self.count(sampler.len(), &lens_of_ranks(&sampler)?)?;
         self.sampler = sampler;
         self.is_resumed = true;
@@ -305,14 +301,10 @@ impl BatchPlan for DynamicPlan {
         Ok(())
     }
 
-    fn resume(&mut self, position: &LoaderPosition, weights: Option<&[u64]>) -> Result<()> {
+    fn resume(&mut self, position: &LoaderPosition) -> Result<()> {
         let LoaderPosition::Dynamic(state) = position else {
             return Err(kind_mismatch(FIXED, DYNAMIC));
         };
-        if weights.is_some() {
-            let expected = "unset unless batches have a fixed size, `batch_size`";
-            return Err(Error::setting("`weights`", "set", expected));
-        }
         let mut order = self.order.clone();
         order.set_epoch(state.epoch);
         let steps = self.batches.resume(state, &order)?;

@@ -153,15 +153,6 @@ impl EpochOrder {
         }
     }
 
-    /// Replaces all weights of a mixture by those of a state.
-    pub(crate) fn set_phases(&mut self, phases: &[PhaseWeights]) -> Result<()> {
-        match self {
-            Self::Mixture(order) => order.set_phases(phases),
-            _ if phases.is_empty() => Ok(()),
-            _ => Err(Error::not_mixture()),
-        }
-    }
-
     /// Returns the number of samples in all parts of a mixture, or `None` for other orders. An
     /// epoch can skip some of the samples and repeat others.
     pub(crate) fn data_set_len(&self) -> Option<u64> {

@@ -107,48 +107,10 @@ impl DistributedSampler {
         Ok(())
     }
 
-    /// Continues a mixture from `state`, and mixes by other weights from its position on.
-    ///
-    /// It keeps the weights that `state` has for earlier positions, so the caller need not know
-    /// them. Weights that this sampler has for later positions are replaced.
-    ///
-    /// # Errors
-    ///
-    /// Like [`resume`](Self::resume) and [`with_weights_from`](Self::with_weights_from). On an
-    /// error the sampler is unchanged.
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// # use core_types::Placement;
-    /// # use dist_sampler::{DistributedSampler, MixtureEnd, MixturePart, SamplerConfig};
-    /// let mixture = |weights: [u64; 2]| {
-    ///     let parts = weights.map(|weight| MixturePart::new(1000, weight));
-    ///     let end = MixtureEnd::Repeat { len: 5000 };
-    ///     DistributedSampler::mixture(&parts, end, Placement::SINGLE, SamplerConfig::default())
-    /// };
-    /// let state = mixture([9, 1])?.state(500);
-    ///
-    /// let mut resumed = mixture([1, 1])?;
-    /// assert!(resumed.resume(&state).is_err(), "it has read other samples");
-    /// resumed.resume_with_weights(&state, &[1, 1])?;
-    /// let n_second = resumed.iter().take(100).filter(|&index| index >= 1000).count();
-    /// assert_eq!(n_second, 50);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn resume_with_weights(&mut self, state: &SamplerState, weights: &[u64]) -> Result<()> {
-        let mut resumed = self.clone();
-        resumed.samples.set_phases(&state.phases)?;
-        resumed.resume(state)?;
-        let position = resumed.rest().read_end(resumed.len);
-        *self = resumed.with_weights_from(position, weights)?;
-        Ok(())
-    }
-
     /// Sets the weights of a mixture for all positions from `position` on, counted over all ranks.
     ///
     /// Nothing before `position` changes, no sample is lost or repeated, and every part continues
-    /// where it is. The weights apply in every epoch. Later weights that were set before are
+    /// where it is. A resumed sampler keeps the weights that its state has for earlier positions. The weights apply in every epoch. Later weights that were set before are
     /// replaced, so set them in ascending order.
     ///
     /// # Errors

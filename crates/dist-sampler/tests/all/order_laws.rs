@@ -330,8 +330,8 @@ fn changed_weights_resume_without_being_given_again() {
     let new = || repeated(&[(100, 1), (100, 3)], 100);
     for n_before in [0, 10] {
         for n_after in [0_usize, 5] {
-            let mut changed = new();
-            changed.resume_with_weights(&new().state(n_before), &[1, 1]).unwrap();
+            let changed = resumed(new(), &new().state(n_before));
+            let changed = changed.with_weights_from(n_before, &[1, 1]).unwrap();
             let state = changed.state(n_after as u64);
             let later = resumed(new(), &state);
             let rest: Vec<u64> = changed.iter().skip(n_after).collect();
@@ -352,7 +352,7 @@ fn states_without_the_first_weights_are_rejected() {
     for phases in phases {
         value["phases"] = phases;
         let state = serde_json::from_value(value.clone()).unwrap();
-        let error = new().resume_with_weights(&state, &[1, 1]).unwrap_err();
+        let error = new().resume(&state).unwrap_err();
         assert!(matches!(error, Error::StateMismatch { .. }), "{error}");
     }
 }
@@ -486,9 +486,7 @@ proptest! {
             weights = part.weights.clone().unwrap_or(weights);
             expected = expected.with_weights_from(read.len() as u64, &weights).unwrap();
             let ranks: Vec<_> = placements(part.world).map(|me| {
-                let mut rank = new(me);
-                rank.resume_with_weights(&state, &weights).unwrap();
-                rank
+                resumed(new(me), &state).with_weights_from(read.len() as u64, &weights).unwrap()
             }).collect();
             read.extend((0..part.steps).flat_map(|n| ranks.iter().map(move |rank| rank.get(n).unwrap())));
             state = ranks[0].state(part.steps);

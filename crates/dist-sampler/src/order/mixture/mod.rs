@@ -138,16 +138,6 @@ impl MixtureOrder {
         Ok(())
     }
 
-    /// Replaces all weights by those of a state. A state without weights from position 0 on keeps these
-    /// here, and so does not belong to this mixture.
-    pub(super) fn set_phases(&mut self, phases: &[PhaseWeights]) -> Result<()> {
-        if phases.first().is_some_and(|first| first.from == 0) {
-            self.phases.clear();
-        }
-        let mut phases = phases.iter();
-        phases.try_for_each(|phase| self.set_weights_from(phase.from, &phase.weights))
-    }
-
     pub(super) fn set_seed(&mut self, seed: Seed) {
         self.seed = seed;
     }
