@@ -346,7 +346,7 @@ mod tests {
         let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
         let config = BatchConfig::default().with_strategy(pack).with_max_tokens(6);
         let sampler = DynamicBatchSampler::new(&pieces, config).unwrap();
-        let batches = sampler.iter_order(pieces.pieces_of([0]));
+        let batches = sampler.iter();
         let batches: Vec<Batch> = batches.collect::<crate::error::Result<_>>().unwrap();
         let range = |number| pieces.piece(number).unwrap().range;
         let text = |number| {

@@ -20,12 +20,11 @@ use crate::{
 /// use dyn_batch::{BatchConfig, DynamicBatchSampler, DynamicBatchStrategy, Packing, SplitLengths};
 ///
 /// let documents = SplitLengths::new(vec![5_u32, 23, 9], 10)?;
-/// assert_eq!(documents.n_cuts(), 2);
 /// let config = BatchConfig::default()
 ///     .with_strategy(DynamicBatchStrategy::Pack(Packing::BestFit))
 ///     .with_max_tokens(10);
 /// let sampler = DynamicBatchSampler::new(&documents, config)?;
-/// let rows = sampler.iter_order(documents.pieces_of([0, 1, 2])).collect::<Result<Vec<_>, _>>()?;
+/// let rows = sampler.iter().collect::<Result<Vec<_>, _>>()?;
 /// assert_eq!(rows.len(), 4);
 ///
 /// // The last piece of document 1 has the tokens 20 to 22.
@@ -76,20 +75,6 @@ impl<L: SequenceLengths> SplitLengths<L> {
         Ok(Self { lengths, max_length, first_pieces })
     }
 
-    /// Returns the number of cuts in all documents.
-    pub fn n_cuts(&self) -> u64 {
-        self.count() - (self.first_pieces.len() as u64 - 1)
-    }
-
-    /// Returns the pieces of documents in this order; an unknown document has none.
-    pub fn pieces_of(&self, order: impl IntoIterator<Item = u64>) -> impl Iterator<Item = u64> {
-        order.into_iter().flat_map(move |index| {
-            let index = usize::try_from(index).unwrap_or(usize::MAX);
-            let bounds = self.first_pieces.get(index..).and_then(|ends| ends.get(..2));
-            bounds.map_or(0..0, |ends| ends[0]..ends[1])
-        })
-    }
-
     /// Returns a piece by its number, an index of a batch, or `None` if it is out of range.
     pub fn piece(&self, number: u64) -> Option<DocumentPiece> {
         let index = self.first_pieces.partition_point(|&first| first <= number).checked_sub(1)?;
@@ -118,21 +103,19 @@ mod tests {
     fn pieces_cover_each_document() {
         let lengths = [0_u64, 1, 9, 10, 11, 20, 35];
         let split = SplitLengths::new(lengths, 10).unwrap();
+        let mut pieces = (0..split.count()).map(|number| split.piece(number).unwrap());
         for (index, &length) in (0..).zip(&lengths) {
-            let pieces: Vec<_> =
-                split.pieces_of([index]).map(|n| split.piece(n).unwrap()).collect();
-            assert_eq!(pieces.len() as u64, length.div_ceil(10).max(1));
             let mut end = 0;
-            for piece in pieces {
+            for _ in 0..length.div_ceil(10).max(1) {
+                let piece = pieces.next().unwrap();
                 assert_eq!((piece.index, piece.range.start), (index, end));
                 assert!(piece.range.end - piece.range.start <= 10);
                 end = piece.range.end;
             }
             assert_eq!(end, length);
         }
-        assert_eq!((split.count(), split.n_cuts()), (12, 5));
+        assert_eq!(split.count(), 12);
         assert_eq!((split.piece(12), split.length(u64::MAX)), (None, None));
-        assert_eq!(split.pieces_of([7, u64::MAX]).count(), 0);
         assert_eq!(SplitLengths::new(lengths, 0), Err(Error::Zero { setting: "max_length" }));
     }
 }
