@@ -77,12 +77,11 @@ pub struct Hybrid {
 /// A pattern and the choice for the parameters it matches.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-#[non_exhaustive]
-pub struct HybridRule {
+struct HybridRule {
     /// Pattern of names or layers.
-    pub pattern: Pattern,
+    pattern: Pattern,
     /// Choice for the matched parameters.
-    pub choice: Choice,
+    choice: Choice,
 }
 
 /// The treatment of a parameter.
@@ -147,12 +146,6 @@ impl Hybrid {
     pub fn with_rule(mut self, pattern: &str, choice: Choice) -> Result<Self> {
         push_rule(&mut self.rules, HybridRule { pattern: pattern.parse()?, choice })?;
         Ok(self)
-    }
-
-    /// Returns the rules. The first match decides.
-    #[doc(hidden)]
-    pub fn rules(&self) -> &[HybridRule] {
-        &self.rules
     }
 
     /// Lists the matches of all rules, without parameters that are always gathered or tied.

@@ -14,7 +14,7 @@ pub(crate) use self::layer_wise::LayerBalance;
 pub use self::{
     full::Full,
     hsdp::Hsdp,
-    hybrid::{Choice, Hybrid, HybridRule, Matches},
+    hybrid::{Choice, Hybrid, Matches},
     layer_wise::{LayerSharing, LayerWise},
     layout::Layout,
     whole_tensor::WholeTensor,
