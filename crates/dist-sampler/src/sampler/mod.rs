@@ -204,21 +204,6 @@ impl DistributedSampler {
         count
     }
 
-    /// Computes [`fill`](Self::fill) on the threads of rayon's current pool; the result is equal.
-    #[cfg(feature = "rayon")]
-    pub fn par_fill(&self, start: u64, out: &mut [u64]) -> usize {
-        use rayon::prelude::*;
-
-        /// About 30 µs of work.
-        const INDICES_PER_TASK: usize = 1 << 14;
-        let tasks = out.par_chunks_mut(INDICES_PER_TASK).enumerate();
-        tasks
-            .map(|(task, out)| {
-                self.fill(start.saturating_add((task * INDICES_PER_TASK) as u64), out)
-            })
-            .sum()
-    }
-
     /// Writes the indices `start`, `start` + `every`, … of this rank, which must exist.
     #[expect(clippy::expect_used, reason = "callers pass indices that exist")]
     pub(crate) fn fill_every(&self, every: u64, start: u64, out: &mut [u64]) {

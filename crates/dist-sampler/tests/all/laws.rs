@@ -150,19 +150,6 @@ fn check_fill(sampler: &DistributedSampler, indices: &[u64], context: &str) {
     }
 }
 
-#[test]
-fn parallel_fill_matches_serial_fill() {
-    for config in (0..N_CONFIGS).map(config) {
-        let sampler = sampler(100_003, 1, 2, config, 3);
-        let (mut serial, mut parallel) = (vec![0; 50_000], vec![0; 50_000]);
-        for start in [0, 5, 20_000, 50_002] {
-            let count = sampler.fill(start, &mut serial);
-            assert_eq!(sampler.par_fill(start, &mut parallel), count);
-            assert_eq!(serial[..count], parallel[..count], "{config:?} from {start}");
-        }
-    }
-}
-
 /// Checks that the workers of a rank read its indices in turns.
 fn check_workers(sampler: &DistributedSampler, indices: &[u64], context: &str) {
     for n_workers in 1..=3 {
