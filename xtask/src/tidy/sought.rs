@@ -31,7 +31,6 @@ const SOUGHT: &[(&str, &str, &str)] = &[
     ("crates/finetune", "Generator::open", "Hugging Face's from_pretrained"),
     ("crates/finetune", "Decoder::with_context", "models with LongRoPE in a loop of a program"),
     ("crates/finetune", "Decoder::undecayed", "parameters without weight decay"),
-    ("crates/finetune", "TextSource::with_weight", "Hugging Face's interleave_datasets"),
     ("crates/fsdp-plan", "ParameterInfo::with_always_gather", "FSDP's ignored parameters"),
     ("crates/fsdp-plan", "ParameterInfo::with_tied_to", "tied weights under two names"),
     ("crates/fsdp-plan", "PlannedParameter::new", "plans of a strategy of one's own"),

@@ -85,28 +85,16 @@ pub struct Workload<'a> {
     /// Whether a step has several micro-batches, so that gradients are kept between them.
     pub(crate) accumulates: bool,
     /// Whether gradients are checked before training, with all gradients in memory.
-    pub(crate) check: bool,
+    pub check: bool,
     /// Number of devices of the run.
     pub(crate) world_size: u64,
     /// First rank of the process, and one past its last rank.
     pub(crate) ranks: (u64, u64),
     /// Bytes before training: the program, the text and its batches.
-    pub(crate) base_bytes: u64,
+    pub base_bytes: u64,
 }
 
 impl Workload<'_> {
-    /// Sets whether gradients are checked before training, which takes memory for all gradients.
-    #[must_use]
-    pub fn with_check(self, check: bool) -> Self {
-        Self { check, ..self }
-    }
-
-    /// Sets the bytes before training.
-    #[must_use]
-    pub fn with_base_bytes(self, base_bytes: u64) -> Self {
-        Self { base_bytes, ..self }
-    }
-
     /// Returns the planned traffic of the first rank in a step, or `None` if the run is not sharded.
     ///
     /// # Errors

@@ -150,7 +150,7 @@ impl Recipe {
     }
 
     /// Returns the compute type of the model.
-    pub fn precision(&self) -> Precision {
+    pub(crate) fn precision(&self) -> Precision {
         self.dtype.unwrap_or(Precision::F32)
     }
 

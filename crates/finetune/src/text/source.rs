@@ -16,11 +16,11 @@ const MAX_WEIGHT: u64 = 1 << 20;
 /// ```
 /// use finetune::TextSource;
 ///
-/// let books = TextSource::new("books.jsonl").with_weight(7);
+/// let books = TextSource { path: "books.jsonl".into(), weight: Some(7) };
 /// assert_eq!(books.to_string(), "books.jsonl:7");
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
+#[expect(clippy::exhaustive_structs, reason = "a text has a place and a weight")]
 pub struct TextSource {
     /// File or folder.
     pub path: PathBuf,
@@ -33,12 +33,6 @@ impl TextSource {
     /// Creates a source without a weight.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self { path: path.into(), weight: None }
-    }
-
-    /// Sets the weight, from 1 to 2^20; none by default.
-    #[must_use]
-    pub fn with_weight(self, weight: u64) -> Self {
-        Self { weight: Some(weight), ..self }
     }
 
     /// Parses `PATH` or `PATH:WEIGHT`. If a file or folder has all of this name, it is a path.
@@ -57,7 +51,7 @@ impl TextSource {
                 // Only a number of too many digits cannot be parsed.
                 let valid = weight.parse().ok().filter(|&weight| is_valid(weight));
                 let valid = valid.ok_or_else(|| weight_error(weight))?;
-                Ok(Self::new(start).with_weight(valid))
+                Ok(Self { path: start.into(), weight: Some(valid) })
             }
             _ => Ok(Self::new(path)),
         }
@@ -117,7 +111,7 @@ mod tests {
             let expected = format!("weight is {weight}, must be 1 to 1048576");
             assert_eq!(parse(&format!("a:{weight}")), Err(expected));
         }
-        assert!(TextSource::new("a").with_weight(0).check().is_err());
+        assert!(TextSource { path: "a".into(), weight: Some(0) }.check().is_err());
     }
 
     #[cfg(unix)]
@@ -128,6 +122,6 @@ mod tests {
         fs::write(&path, "a text").unwrap();
         assert_eq!(TextSource::parse(path.clone().into()).unwrap(), TextSource::new(&path));
         let weighted = TextSource::parse(format!("{}:3", path.display()).into()).unwrap();
-        assert_eq!(weighted, TextSource::new(&path).with_weight(3));
+        assert_eq!(weighted, TextSource { path, weight: Some(3) });
     }
 }

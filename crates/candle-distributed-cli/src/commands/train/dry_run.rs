@@ -20,12 +20,12 @@ impl Args {
     ) -> Result<()> {
         let counted = run.rehearse(mesh)?;
         let micro_batches = run.micro_batches()?;
-        let workload = run.workload(&micro_batches, process.ranks());
+        let mut workload = run.workload(&micro_batches, process.ranks());
         // The memory before training differs between processes, so the prediction uses the largest.
-        let base_bytes = largest(mesh, run.base_bytes)?.unwrap_or(0);
+        workload.base_bytes = largest(mesh, run.base_bytes)?.unwrap_or(0);
         let comparison = Comparison {
             predicted: Prediction {
-                memory: workload.with_base_bytes(base_bytes).predict_largest()?,
+                memory: workload.predict_largest()?,
                 traffic: workload.planned_traffic()?,
             },
             peak_bytes: largest(mesh, peak_bytes())?,

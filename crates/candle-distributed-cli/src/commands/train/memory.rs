@@ -37,7 +37,8 @@ impl Args {
             return Ok(());
         }
         let micro_batches = run.micro_batches()?;
-        let workload = run.workload(&micro_batches, process.ranks()).with_check(self.check);
+        let mut workload = run.workload(&micro_batches, process.ranks());
+        workload.check = self.check;
         let predicted = workload.predict()?;
         let needed = predicted.upper_bound();
         tracing::info!(
@@ -78,7 +79,8 @@ impl Args {
         run: &PreparedRun,
     ) -> Result<Option<u64>> {
         let micro_batches = run.micro_batches()?;
-        let workload = run.workload(&micro_batches, process.ranks()).with_check(self.check);
+        let mut workload = run.workload(&micro_batches, process.ranks());
+        workload.check = self.check;
         Ok(workload.too_large_to_generate(self.limit(process).as_ref())?)
     }
 
