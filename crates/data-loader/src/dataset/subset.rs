@@ -21,11 +21,6 @@ impl<D> SubsetDataset<D> {
         Self { dataset, indices }
     }
 
-    /// Returns the indices in the whole data set.
-    pub fn indices(&self) -> &[u64] {
-        &self.indices
-    }
-
     fn whole_index(&self, index: u64) -> Result<u64> {
         let whole = usize::try_from(index).ok().and_then(|index| self.indices.get(index));
         let len = self.indices.len() as u64;

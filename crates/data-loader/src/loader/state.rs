@@ -27,7 +27,7 @@ impl LoaderState {
     pub(crate) const VERSION: u32 = 1;
 
     /// Returns the epoch, or `None` before the first one.
-    pub fn epoch(&self) -> Option<Epoch> {
+    pub(crate) fn epoch(&self) -> Option<Epoch> {
         match &self.position {
             LoaderPosition::Start => None,
             LoaderPosition::Fixed { sampler, .. } => Some(sampler.epoch()),
