@@ -110,8 +110,9 @@ impl DistributedSampler {
     /// Sets the weights of a mixture for all positions from `position` on, counted over all ranks.
     ///
     /// Nothing before `position` changes, no sample is lost or repeated, and every part continues
-    /// where it is. A resumed sampler keeps the weights that its state has for earlier positions. The weights apply in every epoch. Later weights that were set before are
-    /// replaced, so set them in ascending order.
+    /// where it is. The weights apply in every epoch. A resumed sampler keeps the weights that its state
+    /// has for earlier positions. Later weights that were set before are replaced, so set them in
+    /// ascending order.
     ///
     /// # Errors
     ///

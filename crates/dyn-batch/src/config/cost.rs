@@ -5,18 +5,15 @@
 /// A transformer layer of width d does about 12 d² multiplications per token, and 2 d more per pair
 /// of tokens of a sequence (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, table
 /// 1). So a sequence of length l costs 12 d² · l + 2 d · l² multiplications, or 6 d · l + l² in
-/// units of 2 d: `per_token: 6 * d, per_token_squared: 1`.
+/// units of 2 d: `per_token: 6 * d, per_token_squared: 1`. Costs saturate at `u64::MAX`.
 ///
 /// # Examples
 ///
 /// ```
 /// use dyn_batch::Cost;
 ///
-/// assert_eq!(Cost::TOKENS.for_length(512), 512);
-/// assert_eq!(Cost::ATTENTION.for_length(512), 512 * 512);
 /// let layer = Cost { per_token: 6 * 768, per_token_squared: 1, ..Cost::default() };
-/// assert_eq!(layer.for_length(512), 6 * 768 * 512 + 512 * 512);
-/// assert_eq!(Cost::ATTENTION.for_length(u64::MAX), u64::MAX, "costs saturate");
+/// assert_eq!(layer.per_sequence, 0);
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
@@ -39,10 +36,20 @@ impl Cost {
     pub const ATTENTION: Self = Self { per_sequence: 0, per_token: 0, per_token_squared: 1 };
 
     /// Returns the cost of a sequence of this length, saturating at `u64::MAX`.
-    #[must_use]
-    #[doc(hidden)]
-    pub fn for_length(&self, length: u64) -> u64 {
+    pub(crate) fn for_length(&self, length: u64) -> u64 {
         let slope = self.per_token_squared.saturating_mul(length).saturating_add(self.per_token);
         slope.saturating_mul(length).saturating_add(self.per_sequence)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn costs_saturate() {
+        let layer = Cost { per_token: 6 * 768, per_token_squared: 1, ..Cost::default() };
+        assert_eq!(layer.for_length(512), 6 * 768 * 512 + 512 * 512);
+        assert_eq!(Cost::ATTENTION.for_length(u64::MAX), u64::MAX);
     }
 }

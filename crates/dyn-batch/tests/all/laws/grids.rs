@@ -9,6 +9,8 @@ use dyn_batch::{
 };
 use proptest::prelude::*;
 
+use crate::laws::support::cost_of;
+
 const EPOCH: Epoch = Epoch::new(3);
 
 /// An epoch of grids.
@@ -56,11 +58,11 @@ impl GridEpoch {
         let is_packed = matches!(config.strategy, DynamicBatchStrategy::Pack(_));
         let cost = if is_packed {
             assert_eq!(batch.rows, 1);
-            batch.indices.iter().map(|index| config.cost.for_length(length(index))).sum()
+            batch.indices.iter().map(|index| cost_of(length(index), config.cost)).sum()
         } else {
             let longest = batch.indices.iter().map(length).max().unwrap();
             assert_eq!(batch.padded_length, longest.next_multiple_of(config.length_multiple));
-            config.cost.for_length(batch.padded_length) * batch.len() as u64
+            cost_of(batch.padded_length, config.cost) * batch.len() as u64
         };
         assert!(cost <= config.max_cost.unwrap_or(u64::MAX));
     }
@@ -158,9 +160,13 @@ proptest! {
         let synchronization =
             if waits_once { Synchronization::Step } else { Synchronization::MicroStep };
         let grid = GridConfig { global_batch_size, synchronization };
-        let mut config = DistributedConfig { layout: StepLayout::Grid(grid), cost: Cost { per_sequence: 1, per_token: 2, per_token_squared: 3 }, ..DistributedConfig::default() };
-        config.accumulation = accumulation;
-        config.shuffle = seed.map(Seed::new);
+        let config = DistributedConfig {
+            shuffle: seed.map(Seed::new),
+            layout: StepLayout::Grid(grid),
+            cost: Cost { per_sequence: 1, per_token: 2, per_token_squared: 3 },
+            accumulation,
+            ..DistributedConfig::default()
+        };
         let epoch = GridEpoch::new(lengths, batches, config);
         if let Some(ranks) = epoch.ranks(worlds[0]) {
             epoch.check_world(ranks);

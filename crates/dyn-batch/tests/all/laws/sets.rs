@@ -11,7 +11,7 @@ use dyn_batch::{
 };
 use proptest::prelude::*;
 
-use crate::laws::support::all_lengths;
+use crate::laws::support::{all_lengths, cost_of};
 
 fn strategies() -> Vec<DynamicBatchStrategy> {
     let mut strategies: Vec<_> = [Packing::BestFit, Packing::MinimumSlack]
@@ -57,7 +57,7 @@ fn check_batch(batch: &Batch, lengths: &[u64], config: &BatchConfig) {
     };
     assert_eq!(batch.padded_length, padded_length.next_multiple_of(config.length_multiple));
     assert_eq!(batch.rows, batch.len() as u64);
-    let cost = config.cost.for_length(batch.padded_length).checked_mul(batch.rows);
+    let cost = cost_of(batch.padded_length, config.cost).checked_mul(batch.rows);
     assert!(
         config.max_cost.is_none_or(|max| cost.is_some_and(|cost| cost <= max)),
         "{batch:?} with {config:?}"

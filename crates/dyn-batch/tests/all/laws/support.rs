@@ -1,4 +1,6 @@
-//! Inputs shared by several laws.
+//! Inputs and sums shared by several laws.
+
+use dyn_batch::Cost;
 
 /// Returns every list of up to `max_len` lengths from `alphabet`.
 pub(crate) fn all_lengths(alphabet: &[u64], max_len: usize) -> Vec<Vec<u64>> {
@@ -13,4 +15,9 @@ pub(crate) fn all_lengths(alphabet: &[u64], max_len: usize) -> Vec<Vec<u64>> {
         all.extend(longer.concat());
     }
     all
+}
+
+/// Returns the cost of a sequence of this length.
+pub(crate) fn cost_of(length: u64, cost: Cost) -> u64 {
+    cost.per_sequence + cost.per_token * length + cost.per_token_squared * length * length
 }
