@@ -114,6 +114,14 @@ pub fn common_rules(lengths: &[u32], n: u32) -> [(&'static str, Buckets); 3] {
     let shortest = sorted[0];
     let longest = sorted[sorted.len() - 1];
     let total: u64 = sorted.iter().sum();
+    let mut n_shorter = 0;
+    let mut quantiles = Vec::new();
+    for run in sorted.chunk_by(|length, next| length == next) {
+        n_shorter += run.len();
+        if n_shorter * n as usize / sorted.len() > quantiles.len() {
+            quantiles.push(run[0]);
+        }
+    }
     let mut tokens = 0;
     let mut equal_tokens = Vec::new();
     for &length in &sorted {
@@ -131,7 +139,7 @@ pub fn common_rules(lengths: &[u32], n: u32) -> [(&'static str, Buckets); 3] {
         boundaries.dedup();
     }
     [
-        ("quantiles", Buckets::quantiles(lengths, n.into()).unwrap()),
+        ("quantiles", Buckets::Boundaries(quantiles)),
         ("equal tokens", Buckets::Boundaries(equal_tokens)),
         ("equal ratio", Buckets::Boundaries(equal_ratio)),
     ]

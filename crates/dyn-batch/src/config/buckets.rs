@@ -21,7 +21,6 @@ use crate::{
 ///
 /// let lengths = [10_u32, 11, 12, 10, 13, 90, 100, 95];
 /// assert_eq!(Buckets::optimal(&lengths, 2)?, Buckets::Boundaries(vec![13, 100]));
-/// assert_eq!(Buckets::quantiles(&lengths, 2)?, Buckets::Boundaries(vec![12, 100]));
 /// # Ok::<(), dyn_batch::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -41,27 +40,6 @@ impl Buckets {
     #[doc(hidden)]
     pub const DEFAULT_WIDTH: u64 = 64;
 
-    /// Creates at most `n_buckets` buckets with about equally many sequences.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Zero`] for zero buckets, or no sequences, and
-    /// [`Error::IndexOutOfRange`] if a counted sequence has no length.
-    pub fn quantiles(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Self> {
-        let histogram = build_histogram(lengths, n_buckets)?;
-        let count = u128::from(histogram.count());
-        let mut boundaries = Vec::new();
-        let mut n_shorter = 0;
-        for run in histogram.runs() {
-            n_shorter += u128::from(run.count);
-            // One boundary covers all quantiles that this length reaches.
-            if n_shorter * u128::from(n_buckets) / count > boundaries.len() as u128 {
-                boundaries.push(run.length);
-            }
-        }
-        Ok(Self::Boundaries(boundaries))
-    }
-
     /// Creates at most `n_buckets` buckets with the least padding if each sequence is padded to its
     /// boundary.
     ///
@@ -77,8 +55,8 @@ impl Buckets {
     ///
     /// # Errors
     ///
-    /// The errors of [`quantiles`](Self::quantiles), and [`Error::TooMany`] if K · D exceeds
-    /// 2^27.
+    /// [`Error::Zero`] for zero buckets, or no sequences, [`Error::IndexOutOfRange`] if a counted
+    /// sequence has no length, and [`Error::TooMany`] if K · D exceeds 2^27.
     pub fn optimal(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Self> {
         let histogram = build_histogram(lengths, n_buckets)?;
         let n_lengths = histogram.runs().len() as u64;
@@ -239,23 +217,6 @@ mod tests {
                 );
             }
         }
-    }
-
-    #[test]
-    fn quantiles_are_even() {
-        let lengths: Vec<u64> = (1..=100).collect();
-        assert_eq!(
-            Buckets::quantiles(&lengths, 4).unwrap(),
-            Buckets::Boundaries(vec![25, 50, 75, 100])
-        );
-        assert_eq!(
-            Buckets::quantiles([7_u64, 7, 7, 9], 2).unwrap(),
-            Buckets::Boundaries(vec![7, 9])
-        );
-        assert_eq!(
-            Buckets::quantiles([3_u64, 1], u64::MAX).unwrap(),
-            Buckets::Boundaries(vec![1, 3])
-        );
     }
 
     #[test]

@@ -207,7 +207,7 @@ fn invalid_buckets_are_rejected() {
     check_config(fixed, "fixed_shapes cannot be used with a strategy without buckets");
     assert_eq!(Buckets::optimal([1_u32], 0), Err(Error::Zero { setting: "number of buckets" }));
     assert_eq!(
-        Buckets::quantiles([0_u32; 0], 3).unwrap_err().to_string(),
+        Buckets::optimal([0_u32; 0], 3).unwrap_err().to_string(),
         "number of sequences is 0, it must be at least 1"
     );
     check_sequence(
@@ -327,7 +327,7 @@ fn oversized_plans_are_rejected() {
 fn missing_lengths_are_errors() {
     let lengths = UnitLengths { count: 3, known: 2 };
     let error = Error::IndexOutOfRange { index: 2, count: 3 };
-    assert_eq!(Buckets::quantiles(&lengths, 2), Err(error.clone()));
+    assert_eq!(Buckets::optimal(&lengths, 2), Err(error.clone()));
     for strategy in [
         DynamicBatchStrategy::PadToMax,
         DynamicBatchStrategy::Sorted { window: None, cut: Cut::Greedy },

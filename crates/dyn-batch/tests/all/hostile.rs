@@ -38,10 +38,9 @@ impl Draws {
 
     fn strategy(&mut self, lengths: &[u64]) -> DynamicBatchStrategy {
         let n_buckets = self.size();
-        let buckets = match self.below(4) {
-            0 => Buckets::quantiles(lengths, n_buckets).unwrap_or(Buckets::Width(n_buckets)),
-            1 => Buckets::optimal(lengths, n_buckets).unwrap_or(Buckets::Width(n_buckets)),
-            2 => Buckets::Width(self.size()),
+        let buckets = match self.below(3) {
+            0 => Buckets::optimal(lengths, n_buckets).unwrap_or(Buckets::Width(n_buckets)),
+            1 => Buckets::Width(self.size()),
             _ => Buckets::Boundaries((0..self.below(4)).map(|_| self.size()).collect()),
         };
         let window = self.choose(&[None, Some(0), Some(1), Some(3), Some(u64::MAX)]);
