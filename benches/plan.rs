@@ -35,10 +35,7 @@ fn strategies() -> [(&'static str, Box<dyn ShardingStrategy>); 7] {
         ("row_ragged", Box::new(Full::new(Layout::ROWS))),
         ("block_ragged", Box::new(Full::new(Layout::BLOCKS))),
         ("layer_wise", Box::new(LayerWise::default())),
-        (
-            "layer_wise_contiguous",
-            Box::new(LayerWise::default().with_sharing(LayerSharing::Contiguous)),
-        ),
+        ("layer_wise_contiguous", Box::new(LayerWise { sharing: LayerSharing::Contiguous })),
         ("whole_tensor", Box::new(WholeTensor)),
         ("hybrid", Box::new(Hybrid::default())),
     ]

@@ -103,7 +103,7 @@ impl Strategy {
             Self::LayerWise { contiguous } => {
                 let sharing =
                     if *contiguous { LayerSharing::Contiguous } else { LayerSharing::Any };
-                Box::new(LayerWise::default().with_sharing(sharing))
+                Box::new(LayerWise { sharing })
             }
             Self::WholeTensor => Box::new(WholeTensor),
             Self::Hybrid(rules) => Box::new(rules.clone()),

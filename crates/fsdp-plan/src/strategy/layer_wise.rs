@@ -42,8 +42,10 @@ use crate::{
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[expect(clippy::exhaustive_structs, reason = "callers name the field")]
 pub struct LayerWise {
-    sharing: LayerSharing,
+    /// Layers that may share a rank; [`LayerSharing::Any`] by default.
+    pub sharing: LayerSharing,
 }
 
 /// The layers that may share a rank.
@@ -71,13 +73,6 @@ pub(crate) struct LayerBalance {
 }
 
 impl LayerWise {
-    /// Sets the layers that may share a rank. Default: [`LayerSharing::Any`].
-    #[must_use]
-    pub fn with_sharing(mut self, sharing: LayerSharing) -> Self {
-        self.sharing = sharing;
-        self
-    }
-
     /// Returns the cuts of `infos`, in their order.
     pub(super) fn cuts(&self, infos: &[&ParameterInfo], n_ranks: WorldSize) -> Result<Vec<Cut>> {
         let layers = WeightedLayers::new(infos)?;

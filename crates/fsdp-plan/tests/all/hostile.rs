@@ -92,7 +92,7 @@ impl Draws {
             0 => Box::new(Full::new(layout)),
             1 => Box::new(Hsdp::new(Full::new(layout), self.size())),
             2 => Box::new(LayerWise::default()),
-            3 => Box::new(LayerWise::default().with_sharing(LayerSharing::Contiguous)),
+            3 => Box::new(LayerWise { sharing: LayerSharing::Contiguous }),
             4 => Box::new(WholeTensor),
             _ => {
                 let choice =

@@ -26,7 +26,7 @@ fn strategies() -> Vec<Box<dyn ShardingStrategy>> {
         Layout::BlockRagged { block: 3 },
     ];
     let full = layouts.map(|layout| Box::new(Full::new(layout)) as Box<dyn ShardingStrategy>);
-    let contiguous = LayerWise::default().with_sharing(LayerSharing::Contiguous);
+    let contiguous = LayerWise { sharing: LayerSharing::Contiguous };
     let others: [Box<dyn ShardingStrategy>; 4] = [
         Box::new(LayerWise::default()),
         Box::new(contiguous),
@@ -314,8 +314,7 @@ fn layers_stay_whole_and_balanced() {
                 "{plan:?}"
             );
 
-            let contiguous = LayerWise::default()
-                .with_sharing(LayerSharing::Contiguous)
+            let contiguous = LayerWise { sharing: LayerSharing::Contiguous }
                 .plan(&parameters, world_size)
                 .unwrap();
             let owners: Vec<_> = sizes

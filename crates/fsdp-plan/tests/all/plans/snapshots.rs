@@ -43,10 +43,7 @@ fn strategies() -> Strategies {
         ("full-row-ragged", Box::new(Full::new(Layout::ROWS))),
         ("full-block-ragged", Box::new(Full::new(Layout::BLOCKS))),
         ("layer-wise", Box::new(LayerWise::default())),
-        (
-            "layer-wise-contiguous",
-            Box::new(LayerWise::default().with_sharing(LayerSharing::Contiguous)),
-        ),
+        ("layer-wise-contiguous", Box::new(LayerWise { sharing: LayerSharing::Contiguous })),
         ("whole-tensor", Box::new(WholeTensor)),
         ("hybrid", Box::new(hybrid)),
     ]
