@@ -18,7 +18,6 @@ const SOUGHT: &[(&str, &str, &str)] = &[
         "DistributedModel::set_schedule",
         "PyTorch's schedulers, changed in a run",
     ),
-    ("crates/dist-train", "PretrainedFiles::max_bytes", "Hugging Face's max_shard_size"),
     ("crates/dist-train", "StepMetrics::new", "metrics of a loop without `step`"),
     ("crates/dist-train", "SyncBatchNorm::forward_t", "candle-nn's ModuleT"),
     ("crates/dist-train", "SyncBatchNorm::new", "PyTorch's SyncBatchNorm"),
