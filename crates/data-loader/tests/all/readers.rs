@@ -64,11 +64,9 @@ fn check_text(folder: &TempDir, text: &str) {
         let dataset = TextDataset::open_with(&path, &config).unwrap();
         assert_eq!(all(&dataset), expected, "{unit:?} of {text:?}");
         let index = IndexPlace::At(folder.path().join(format!("{unit:?}")));
+        let indexed = TextConfig { index, ..config.clone() };
         for _ in 0..2 {
-            let kept = TextDataset::open_with(
-                &path,
-                &TextConfig { index: index.clone(), ..config.clone() },
-            );
+            let kept = TextDataset::open_with(&path, &indexed);
             assert_eq!(all(&kept.unwrap()), expected, "kept {unit:?} of {text:?}");
         }
         let lengths = (0..dataset.count()).map(|n| dataset.length(n).unwrap());

@@ -79,13 +79,10 @@ fn packed_grids_wait_little() {
             rows.iter_order(step * size..(step + 1) * size).count().next_multiple_of(8)
         });
         let best_fit: usize = best_fit.sum();
-        let grid =
+        let layout =
             StepLayout::Grid(GridConfig { global_batch_size: Some(size), ..GridConfig::default() });
-        let config = DistributedConfig {
-            layout: grid,
-            cost: Cost::ATTENTION,
-            ..DistributedConfig::default()
-        };
+        let config =
+            DistributedConfig { layout, cost: Cost::ATTENTION, ..DistributedConfig::default() };
         let sampler =
             DistributedBatchSampler::new(rows, Placement::new(0, 8).unwrap(), config).unwrap();
         let steps = sampler.epoch(Epoch::ZERO, 0..n_steps * size).unwrap();

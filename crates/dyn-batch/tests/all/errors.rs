@@ -232,10 +232,8 @@ fn impossible_steps_are_rejected() {
         let batches = DynamicBatchSampler::new(lengths, config).unwrap();
         DistributedBatchSampler::new(batches, Placement::new(0, 4).unwrap(), steps)
     };
-    let (grouped, dealt) = (
-        DistributedConfig::default(),
-        DistributedConfig { layout: StepLayout::Dealt, ..DistributedConfig::default() },
-    );
+    let grouped = DistributedConfig::default();
+    let dealt = DistributedConfig { layout: StepLayout::Dealt, ..grouped };
     let batches_of_two = BatchConfig::default().with_max_batch_size(2);
     let error = sampler(vec![1, 1, 1], batches_of_two.clone(), grouped)
         .unwrap()

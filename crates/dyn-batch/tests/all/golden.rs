@@ -184,13 +184,13 @@ fn grids_are_pinned() {
         let mut digest = Fingerprint::new();
         for synchronization in [Synchronization::MicroStep, Synchronization::Step] {
             let grid = GridConfig { global_batch_size, synchronization };
-            let mut config = DistributedConfig {
+            let config = DistributedConfig {
                 layout: StepLayout::Grid(grid),
                 shuffle: Some(Seed::new(9)),
                 cost: Cost::ATTENTION,
+                accumulation,
                 ..DistributedConfig::default()
             };
-            config.accumulation = accumulation;
             let steps = steps(&sampler(strategy.clone(), 300, 240), config, 1);
             steps.iter().flatten().for_each(|batch| add(&mut digest, batch));
         }

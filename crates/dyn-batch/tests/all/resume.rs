@@ -47,11 +47,8 @@ fn resume_continues_the_steps() {
 
 #[test]
 fn another_shuffle_is_rejected() {
-    check_rejected(
-        DistributedConfig { shuffle: Some(Seed::new(8)), ..shuffled() },
-        lengths(),
-        0..50,
-    );
+    let shuffle = Some(Seed::new(8));
+    check_rejected(DistributedConfig { shuffle, ..shuffled() }, lengths(), 0..50);
     check_rejected(DistributedConfig::default(), lengths(), 0..50);
 }
 
@@ -61,8 +58,7 @@ fn another_shuffle_of_one_step_is_rejected() {
     let sampler = |seed| {
         let config = BatchConfig::default().with_max_batch_size(4);
         let batches = DynamicBatchSampler::new([5_u32, 6], config).unwrap();
-        let config =
-            DistributedConfig { shuffle: Some(Seed::new(seed)), ..DistributedConfig::default() };
+        let config = DistributedConfig { shuffle: Some(Seed::new(seed)), ..shuffled() };
         DistributedBatchSampler::new(batches, Placement::SINGLE, config).unwrap()
     };
     let state = sampler(1).epoch(Epoch::ZERO, 0..2).unwrap().state();

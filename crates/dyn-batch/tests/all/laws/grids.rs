@@ -175,13 +175,16 @@ proptest! {
     }
 }
 
+fn grids(grid: GridConfig) -> DistributedConfig {
+    DistributedConfig { layout: StepLayout::Grid(grid), ..DistributedConfig::default() }
+}
+
 #[test]
 fn global_batches_are_equal_in_every_world() {
     let lengths: Vec<u64> = (0..100).map(|n| 1 + n * 37 % 61).collect();
     let batches = BatchConfig::default().with_max_tokens(400).with_remainder(Remainder::Keep);
     let grid = GridConfig { global_batch_size: Some(24), ..GridConfig::default() };
-    let config =
-        DistributedConfig { layout: StepLayout::Grid(grid), ..DistributedConfig::default() };
+    let config = grids(grid);
     let epoch = GridEpoch::new(lengths, batches, config);
     let order: Vec<u64> = epoch.order().collect();
     for world_size in 1..=4 {
@@ -195,13 +198,7 @@ fn global_batches_are_equal_in_every_world() {
 
 #[test]
 fn accumulation_is_the_fewest_within_limits() {
-    let config = DistributedConfig {
-        layout: StepLayout::Grid(GridConfig {
-            global_batch_size: Some(8),
-            ..GridConfig::default()
-        }),
-        ..DistributedConfig::default()
-    };
+    let config = grids(GridConfig { global_batch_size: Some(8), ..GridConfig::default() });
     let batches = BatchConfig::default().with_max_tokens(20);
     let epoch = GridEpoch::new([vec![10; 8], vec![5; 8]].concat(), batches, config);
     let steps = epoch.sampler(0, 2).unwrap().epoch(EPOCH, 0..16).unwrap();
@@ -212,10 +209,7 @@ fn accumulation_is_the_fewest_within_limits() {
 #[test]
 fn longest_prefix_fills_each_grid() {
     // Cells of 30 tokens hold three tens; a grid of two ranks holds six, in the order of the epoch.
-    let config = DistributedConfig {
-        layout: StepLayout::Grid(GridConfig::default()),
-        ..DistributedConfig::default()
-    };
+    let config = grids(GridConfig::default());
     for strategy in [DynamicBatchStrategy::PadToMax, DynamicBatchStrategy::Pack(Packing::BestFit)] {
         let batches = BatchConfig::default().with_strategy(strategy).with_max_tokens(30);
         let epoch = GridEpoch::new(vec![10; 15], batches.with_remainder(Remainder::Keep), config);
@@ -230,11 +224,8 @@ fn grids_that_cannot_be_filled_are_errors() {
         StepLayout::Grid(GridConfig { global_batch_size: Some(size), ..GridConfig::default() })
     };
     let epoch = |layout, accumulation| {
-        let config = DistributedConfig {
-            layout,
-            accumulation: Some(accumulation),
-            ..DistributedConfig::default()
-        };
+        let accumulation = Some(accumulation);
+        let config = DistributedConfig { layout, accumulation, ..DistributedConfig::default() };
         GridEpoch::new(vec![10; 16], BatchConfig::default().with_max_tokens(20), config)
     };
     let error = epoch(grid(8), 5).sampler(0, 2).unwrap_err();

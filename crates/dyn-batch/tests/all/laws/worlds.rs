@@ -144,9 +144,7 @@ fn all_configs() -> impl Iterator<Item = DistributedConfig> {
     let remainders = [StepRemainder::Split, StepRemainder::Drop, StepRemainder::Repeat];
     let config = DistributedConfig { shuffle: Some(Seed::new(2)), ..DistributedConfig::default() };
     layouts.into_iter().flat_map(move |(layout, accumulation)| {
-        let mut config = DistributedConfig { layout, ..config };
-        config.accumulation = accumulation;
-        remainders.map(|remainder| DistributedConfig { remainder, ..config })
+        remainders.map(|remainder| DistributedConfig { layout, accumulation, remainder, ..config })
     })
 }
 
