@@ -650,7 +650,7 @@ mod tests {
         };
         assert_eq!(run.examples().len(), 6 + 9);
         let micro_batches = run.micro_batches().unwrap();
-        let indices = micro_batches.iter().flatten().map(|batch| batch.len()).sum::<usize>();
+        let indices = micro_batches.iter().flatten().map(Batch::len).sum::<usize>();
         assert_eq!(indices, 15 + 5);
         assert_eq!(run.spec.finetune.mixture[0].weights, [1, 1]);
     }
