@@ -323,8 +323,8 @@ fn untrainable_models_are_rejected_by_name() {
     };
     changed("architectures", json!(["GPT2LMHeadModel"]));
     is_rejected(&model, &init, &["architectures is", "GPT2LMHeadModel", "config.json"]);
-    changed("rope_scaling", json!({"rope_type": "yarn", "factor": 2.0}));
-    is_rejected(&model, &init, &["rope_scaling.type is yarn"]);
+    changed("rope_scaling", json!({"rope_type": "dynamic", "factor": 2.0}));
+    is_rejected(&model, &init, &["rope_scaling.type is dynamic"]);
     changed("quantization_config", json!({"bits": 4}));
     is_rejected(&model, &init, &["quantized"]);
 }

@@ -216,14 +216,18 @@ impl DecoderConfig {
     pub(super) fn unadaptable(&self) -> Vec<(String, &'static str)> {
         const TIED: &str = "the embedding and the head share its weight (tie_word_embeddings), and the \
                             merged adapter would change both";
-        let embedding = if self.tie_word_embeddings { TIED } else { "it is no linear layer" };
+        let embedding =
+            if self.tie_word_embeddings { TIED } else { "it is an embedding, not a linear layer" };
         let head = self.tie_word_embeddings.then(|| (self.full_name(HEAD), TIED));
         let of_layer = |layer: usize| {
             let experts = self.experts.filter(|_| self.layers[layer].has_experts);
             let variables = experts.map_or_else(Vec::new, |experts| self.experts(&experts));
             let name =
                 move |variable: Variable| format!("{}.{}", self.block_name(layer), variable.layer);
-            variables.into_iter().map(name).map(|name| (name, "experts and routers have none"))
+            variables
+                .into_iter()
+                .map(name)
+                .map(|name| (name, "experts and routers cannot have one yet"))
         };
         let experts = (0..self.layers.len()).flat_map(of_layer);
         [(self.full_name(EMBEDDING), embedding)].into_iter().chain(head).chain(experts).collect()

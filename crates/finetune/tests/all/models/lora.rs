@@ -46,12 +46,12 @@ fn unknown_layers_get_no_adapters() {
 fn embeddings_and_experts_get_no_adapters() {
     let tied = "share its weight (tie_word_embeddings)";
     for (model, target, expected) in [
-        ("llama", "embed_tokens", "it is no linear layer"),
+        ("llama", "embed_tokens", "it is an embedding"),
         ("qwen2", "embed_tokens", tied),
         ("qwen2", "model.embed_tokens", tied),
         ("qwen2", "lm_head", tied),
-        ("qwen3_moe", "down_proj", "experts and routers have none"),
-        ("mixtral", "gate", "experts and routers have none"),
+        ("qwen3_moe", "down_proj", "experts and routers cannot"),
+        ("mixtral", "gate", "experts and routers cannot"),
     ] {
         let lora = Lora::new(["q_proj", target], 4, 8.).unwrap();
         let rejected = Golden::open(model).decoder.with_lora(lora).unwrap_err().to_string();
