@@ -89,7 +89,7 @@ pub struct LayerConfig {
     pub rope: Option<usize>,
     /// Number of positions that a token attends to, itself included, if limited.
     pub window: Option<usize>,
-    /// Whether the feed-forward network consists of [experts](DecoderConfig::experts).
+    /// Whether the feed-forward network consists of experts, those of [`ExpertsConfig`].
     pub has_experts: bool,
 }
 
