@@ -158,7 +158,7 @@ impl Collator {
     /// Pads the sequences of a batch, one per row; `tokens_of` returns the token ids of an index.
     ///
     /// Each token is copied once per tensor. If the batcher truncates sequences, set the same limit
-    /// with [`with_max_sequence_length`](Self::with_max_sequence_length).
+    /// with [`max_sequence_length`](Self::max_sequence_length).
     ///
     /// # Errors
     ///
