@@ -42,13 +42,13 @@ pub struct DecoderConfig {
     pub initializer_range: f64,
     /// The type of the weights.
     pub dtype: DType,
-    /// What differs between the blocks, one item for each.
+    /// The properties of each block.
     pub layers: Vec<LayerConfig>,
     /// The rotary positions that the blocks choose from.
     pub ropes: Vec<RopeConfig>,
     /// The places of the norms in a block.
     pub norms: BlockNorms,
-    /// The number that is added to the weights of norms: 1 in Gemma, whose weights are stored without it.
+    /// The number that is added to the weights of norms: 1 in Gemma, 0 elsewhere.
     pub norm_offset: f64,
     /// The norm of queries and keys before their rotation, if there is one.
     pub qk_norm: Option<QkNorm>,
@@ -58,7 +58,7 @@ pub struct DecoderConfig {
     pub attention_softcap: Option<f64>,
     /// The factor of queries that grows with their position, if there is one.
     pub query_scale: Option<QueryScale>,
-    /// Whether each head has a sink: one more score, whose weight is dropped, as in gpt-oss.
+    /// Whether each head has a sink, as in gpt-oss: one more score of each query, without a value.
     pub sinks: bool,
     /// The experts of the blocks that have them.
     pub experts: Option<ExpertsConfig>,
@@ -72,7 +72,7 @@ pub struct DecoderConfig {
     pub activation: Activation,
     /// The factor of embeddings.
     pub embedding_scale: f64,
-    /// The factor of what attention and the feed-forward network add to the residual stream.
+    /// The factor of both additions to the residual stream, by attention and by the feed-forward network.
     pub residual_scale: f64,
     /// The factor of logits.
     pub logit_scale: f64,
@@ -80,7 +80,7 @@ pub struct DecoderConfig {
     pub logit_softcap: Option<f64>,
 }
 
-/// What differs between the blocks of a decoder.
+/// The properties of one block of a decoder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "a description of plain data")]
 pub struct LayerConfig {
@@ -89,7 +89,7 @@ pub struct LayerConfig {
     pub rope: Option<usize>,
     /// Number of positions that a token attends to, itself included, if limited.
     pub window: Option<usize>,
-    /// Whether the feed-forward network consists of experts, those of [`ExpertsConfig`].
+    /// Whether the feed-forward network consists of experts: see [`ExpertsConfig`].
     pub has_experts: bool,
 }
 
@@ -109,7 +109,7 @@ pub struct ExpertsConfig {
     pub names: ExpertNames,
 }
 
-/// The weights of the experts that a router chooses: those with the largest logits.
+/// The weights of the experts that a router chooses by their logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Routing {
@@ -127,7 +127,7 @@ pub enum Routing {
 pub enum ExpertNames {
     /// Three matrices for each expert, without biases: the names of gate, up and down.
     Separate([&'static str; 3]),
-    /// Two stacked weights, with biases, whose gates are clamped, as in gpt-oss.
+    /// Two stacked weights, with biases and a clamped gate, as in gpt-oss.
     Stacked(Clamp),
 }
 

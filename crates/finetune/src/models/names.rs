@@ -1,4 +1,4 @@
-//! The names of a decoder's variables, which are those of the files of transformers.
+//! The names of a decoder's variables, as in the files of transformers.
 
 use candle_nn::{Init, init};
 
@@ -16,7 +16,7 @@ pub(super) const SINKS: &str = "sinks";
 /// The start of the names of the text part in the weight files of a model that also sees images.
 pub(super) const TEXT_PART: &str = "language_model.";
 
-/// Patterns of the weights beside the text part.
+/// Patterns of the weights outside of the text part.
 pub(super) const OTHER_PARTS: [&str; 2] = ["vision_tower", "multi_modal_projector"];
 
 /// Names of the units other than blocks.

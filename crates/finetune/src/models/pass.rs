@@ -98,7 +98,7 @@ impl Positions {
     }
 }
 
-/// What a block needs besides its input.
+/// The parts of a pass that a block needs besides its input.
 pub(super) struct Pass<'a> {
     pub(super) kind: PassKind,
     pub(super) positions: &'a Positions,

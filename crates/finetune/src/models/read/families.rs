@@ -1,4 +1,4 @@
-//! The families of decoders: what each adds to Llama, and what it assumes of missing fields.
+//! The families of decoders: their differences from Llama, and their values of missing fields.
 //!
 //! The reader of a family is the only place that knows its name. A missing field takes a default only if
 //! transformers has had the same one in all versions.
@@ -207,7 +207,7 @@ fn has_window(
     types.iter().map(kind).collect()
 }
 
-/// Gives some layers a window: those of `layer_types`, or else those of a rule.
+/// Gives some layers a window, by `layer_types` or else by a rule.
 fn set_windows(
     fields: &Fields,
     config: &mut DecoderConfig,
@@ -320,7 +320,7 @@ fn qwen3_moe(fields: &Fields) -> Result<DecoderConfig> {
     Ok(config)
 }
 
-/// Returns the number of experts, whose field has one name in transformers 4 and another in 5.
+/// Returns the number of experts. Its field has one name in transformers 4 and another in 5.
 fn n_experts(fields: &Fields) -> Result<usize> {
     let n_experts = fields.size("num_experts")?.or(fields.size("num_local_experts")?);
     n_experts.ok_or_else(|| missing("num_experts"))
@@ -465,7 +465,7 @@ fn gemma(fields: &Fields) -> Result<DecoderConfig> {
     Ok(config)
 }
 
-/// Sets what all Gemmas have in common.
+/// Sets the common properties of all Gemmas.
 fn set_gemma(config: &mut DecoderConfig) {
     config.norm_offset = 1.;
     config.embedding_scale = (config.hidden_size as f64).sqrt();
@@ -526,7 +526,7 @@ fn gemma3(fields: &Fields) -> Result<DecoderConfig> {
     Ok(config)
 }
 
-/// Gives layers with a window a rope of their own, without scaling. The bases of full layers and of
+/// Gives layers with a window a separate rope, without scaling. The bases of full layers and of
 /// layers with a window are those of the file, or `thetas`.
 fn set_ropes_by_kind(
     fields: &Fields,
@@ -665,7 +665,7 @@ fn exaone4(fields: &Fields) -> Result<DecoderConfig> {
     let window = window_or(fields, Some(4096))?;
     set_windows(fields, &mut config, window, |layer| !(layer + 1).is_multiple_of(4))?;
     if window.is_some() {
-        // Full layers have no positions beside layers with a window.
+        // Then full layers have no positions.
         for layer in config.layers.iter_mut().filter(|layer| layer.window.is_none()) {
             layer.rope = None;
         }

@@ -15,7 +15,7 @@ use crate::models::{
     read::{families::FAMILIES, fields::Fields},
 };
 
-/// Parts of the names of other models, and what they are made of.
+/// Parts of the names of other models, and their constructs.
 const CONSTRUCTS: [(&str, &str); 23] = [
     ("ForSequenceClassification", "a classifier"),
     ("Apertus", "the activation xIELU"),

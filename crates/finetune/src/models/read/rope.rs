@@ -45,7 +45,7 @@ struct RopeFields {
     is_nested: bool,
 }
 
-/// The rotary positions of a `config.json`, and what a family assumes of them.
+/// The rotary positions of a `config.json`, with the defaults of a family.
 #[derive(Debug)]
 pub(super) struct RopeReader<'a> {
     pub(super) fields: &'a Fields,
