@@ -47,7 +47,7 @@ const HF_FOLDER: &str = "\
     that reads bytes";
 const FAMILY: &str = "\
     decoders of these families are supported, with unquantized weights: Llama 2 and 3, SmolLM 2 and 3, \
-    Qwen 2, 2.5 and 3, Mistral, Ministral, Gemma 1 to 3, Phi 3 and 4, OLMo 2 and 3, Granite 3, GLM 4, \
+    Qwen 2, 2.5 and 3, Mistral, Mixtral, Ministral, gpt-oss, Gemma 1 to 3, Phi 3 and 4, OLMo 2 and 3, Granite 3, GLM 4, \
     EXAONE 4, ERNIE 4.5, Seed-OSS";
 const UNSUPPORTED_FORMAT: &str = "\
     only safetensors are supported: in Python, \

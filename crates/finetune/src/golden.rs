@@ -4,31 +4,12 @@ use std::{fs, path::PathBuf};
 
 use serde_json::Value;
 
+pub(crate) use self::names::{FAMILIES, MODELS};
 use crate::folder::Folder;
 
-/// Models of the Llama family.
-pub(crate) const MODELS: [&str; 4] = ["llama", "llama3", "qwen2", "mistral"];
-
-/// Models of other families.
-pub(crate) const FAMILIES: [&str; 17] = [
-    "gemma2",
-    "gemma3",
-    "glm4",
-    "gpt_oss",
-    "granite",
-    "llama_bias",
-    "ministral3",
-    "mistral_window",
-    "mixtral",
-    "olmo2",
-    "olmo3",
-    "phi3",
-    "phi3_longrope",
-    "qwen2_yarn",
-    "qwen3",
-    "qwen3_moe",
-    "smollm3",
-];
+/// The names are shared with the tests of the public interface.
+#[path = "../tests/golden/models.rs"]
+mod names;
 
 pub(crate) fn path(model: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(model)

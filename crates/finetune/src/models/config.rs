@@ -109,6 +109,28 @@ pub struct ExpertsConfig {
     pub names: ExpertNames,
 }
 
+impl ExpertsConfig {
+    fn check(&self) -> Result<(), ModelError> {
+        let Self { n, per_token, inner, names, .. } = *self;
+        for (field, size, max) in [
+            ("num_experts", n, DecoderConfig::MAX_LAYERS),
+            ("num_experts_per_tok", per_token, n),
+            ("moe_intermediate_size", inner, DecoderConfig::MAX_SIZE),
+        ] {
+            if !(1..=max).contains(&size) {
+                return Err(field_error(field, &size, format!("1 to {max}")));
+            }
+        }
+        let ExpertNames::Stacked(Clamp { alpha, limit }) = names else { return Ok(()) };
+        for (field, value) in [("swiglu_alpha", alpha), ("swiglu_limit", limit)] {
+            if !(value > 0. && value.is_finite()) {
+                return Err(field_error(field, &value, "a positive number".into()));
+            }
+        }
+        Ok(())
+    }
+}
+
 /// The weights of the experts that a router chooses by their logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -305,22 +327,34 @@ impl DecoderConfig {
                 return Err(field_error(field, &value, "a positive number".into()));
             }
         }
-        if let Some(ExpertsConfig { n, per_token, inner, .. }) = self.experts {
-            if !(1..=Self::MAX_LAYERS).contains(&n) || !(1..=Self::MAX_SIZE).contains(&inner) {
-                let expected = format!("1 to {}", Self::MAX_LAYERS);
-                return Err(field_error("num_experts", &n, expected));
-            }
-            if !(1..=n).contains(&per_token) {
-                let expected = format!("1 to {n}, the number of experts");
-                return Err(field_error("num_experts_per_tok", &per_token, expected));
-            }
+        if self.query_scale.is_some_and(|scale| scale.length == 0) {
+            let field = "rope_scaling.original_max_position_embeddings";
+            return Err(field_error(field, &0, "at least 1".into()));
         }
+        self.experts.iter().try_for_each(ExpertsConfig::check)?;
+        self.check_layers()?;
+        self.ropes.iter().try_for_each(|rope| rope.check(self.head_dim))
+    }
+
+    /// Checks that each layer has a window with its own position, and the rope and the experts that it names.
+    fn check_layers(&self) -> Result<(), ModelError> {
         for layer in &self.layers {
             if layer.window == Some(0) {
                 return Err(field_error("sliding_window", &0, "at least 1".into()));
             }
+            if let Some(rope) = layer.rope.filter(|rope| *rope >= self.ropes.len()) {
+                let expected = format!("below {}, the number of ropes", self.ropes.len());
+                return Err(field_error("the rope of a layer", &rope, expected));
+            }
+            if layer.has_experts && self.experts.is_none() {
+                return Err(field_error(
+                    "num_experts",
+                    &"missing",
+                    "given for these layers".into(),
+                ));
+            }
         }
-        self.ropes.iter().try_for_each(|rope| rope.check(self.head_dim))
+        Ok(())
     }
 
     fn check_sizes(&self) -> Result<(), ModelError> {
@@ -346,9 +380,7 @@ impl DecoderConfig {
             let expected = format!("a divisor of num_attention_heads {}", self.num_attention_heads);
             return Err(field_error("num_key_value_heads", &self.num_key_value_heads, expected));
         }
-        // The widths of queries, keys and values side by side.
-        let width = self.query_width() + 2 * self.key_width();
-        if width > 3 * Self::MAX_SIZE {
+        if self.query_width() > Self::MAX_SIZE {
             let expected = format!("at most {} / head_dim {}", Self::MAX_SIZE, self.head_dim);
             return Err(field_error("num_attention_heads", &self.num_attention_heads, expected));
         }

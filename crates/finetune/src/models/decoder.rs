@@ -88,8 +88,8 @@ impl Decoder {
     /// [`FullyShard::builder`](dist_train::FullyShard::builder).
     ///
     /// Random values are as in transformers: matrices are normal with the standard deviation
-    /// [`initializer_range`](DecoderConfig::initializer_range), norms 1 (with the offset of Gemma), biases 0. Folders of the first
-    /// Llamas also contain frequencies, which `.allow_unexpected(["rotary_emb"])` of a builder skips.
+    /// [`initializer_range`](DecoderConfig::initializer_range), norms 1 (with the offset of Gemma), biases
+    /// 0. Folders of the first Llamas also contain frequencies, which `.allow_unexpected(["rotary_emb"])` of a builder skips.
     ///
     /// # Errors
     ///

@@ -135,8 +135,16 @@ impl RopeScaling {
                 let highness = ((turns - low) / (high - low)).clamp(0., 1.);
                 frequency / factor * (1. - highness) + frequency * highness
             }),
-            &Self::Yarn { factor, .. } => {
-                let (first, last) = self.interpolated(2 * frequencies.len(), theta);
+            &Self::Yarn {
+                factor,
+                original_max_position_embeddings: original,
+                beta_fast,
+                beta_slow,
+                truncate,
+                ..
+            } => {
+                let (width, betas) = (2 * frequencies.len(), [beta_fast, beta_slow]);
+                let (first, last) = interpolated_pairs(width, theta, original, betas, truncate);
                 each(&|pair, frequency| {
                     // 0 for high frequencies, 1 for low frequencies.
                     let lowness = ((pair as f64 - first) / (last - first)).clamp(0., 1.);
@@ -160,27 +168,27 @@ impl RopeScaling {
         matches!(self, Self::LongRope { original_max_position_embeddings, .. }
             if length == *original_max_position_embeddings)
     }
+}
 
-    /// Returns the pairs between which YaRN interpolates, in heads of `width` elements that turn.
-    fn interpolated(&self, width: usize, theta: f64) -> (f64, f64) {
-        let &Self::Yarn {
-            original_max_position_embeddings, beta_fast, beta_slow, truncate, ..
-        } = self
-        else {
-            return (0., 1.);
-        };
-        let width = width as f64;
-        let original = original_max_position_embeddings as f64;
-        // The pair that makes this number of turns over the original length.
-        let pair = |turns: f64| width * (original / (2. * PI * turns)).ln() / (2. * theta.ln());
-        let (mut first, mut last) = (pair(beta_fast), pair(beta_slow));
-        if truncate {
-            (first, last) = (first.floor(), last.ceil());
-        }
-        (first, last) = (first.max(0.), last.min(width - 1.));
-        // As in transformers, to avoid a division by 0.
-        if first.total_cmp(&last).is_eq() { (first, last + 0.001) } else { (first, last) }
+/// Returns the pairs between which YaRN interpolates, in heads of `width` elements that turn. `betas` are
+/// the turns over the `original` length above which a frequency is high, and below which it is low.
+fn interpolated_pairs(
+    width: usize,
+    theta: f64,
+    original: usize,
+    betas: [f64; 2],
+    truncate: bool,
+) -> (f64, f64) {
+    let width = width as f64;
+    // The pair that makes this number of turns.
+    let pair = |turns: f64| width * (original as f64 / (2. * PI * turns)).ln() / (2. * theta.ln());
+    let [mut first, mut last] = betas.map(pair);
+    if truncate {
+        (first, last) = (first.floor(), last.ceil());
     }
+    (first, last) = (first.max(0.), last.min(width - 1.));
+    // As in transformers, to avoid a division by 0.
+    if first.total_cmp(&last).is_eq() { (first, last + 0.001) } else { (first, last) }
 }
 
 fn check_factor(factor: f64) -> Result<(), ModelError> {

@@ -249,7 +249,15 @@ fn window_or(fields: &Fields, default: Option<usize>) -> Result<Option<usize>> {
     Ok(fields.size("sliding_window")?.or(default))
 }
 
-fn positive(fields: &Fields, field: &'static str, default: f64) -> Result<f64> {
+/// Returns the distance between two layers of a kind.
+fn period(fields: &Fields, field: &'static str, default: usize) -> Result<usize> {
+    match fields.size(field)?.unwrap_or(default) {
+        0 => Err(field_error(field, &0, "at least 1".into())),
+        period => Ok(period),
+    }
+}
+
+fn real_or(fields: &Fields, field: &'static str, default: f64) -> Result<f64> {
     Ok(fields.real(field)?.unwrap_or(default))
 }
 
@@ -304,7 +312,7 @@ fn qwen3(fields: &Fields) -> Result<DecoderConfig> {
 
 fn qwen3_moe(fields: &Fields) -> Result<DecoderConfig> {
     let mut config = qwen3(fields)?;
-    let step = fields.size("decoder_sparse_step")?.unwrap_or(1).max(1);
+    let step = period(fields, "decoder_sparse_step", 1)?;
     let dense: Vec<usize> = fields.list("mlp_only_layers", "a list of layers")?.unwrap_or_default();
     for (n, layer) in config.layers.iter_mut().enumerate() {
         layer.has_experts = (n + 1).is_multiple_of(step) && !dense.contains(&n);
@@ -371,8 +379,8 @@ fn gpt_oss(fields: &Fields) -> Result<DecoderConfig> {
     config.biases = Biases { qkv: bias, output: bias, mlp: false };
     let window = window_or(fields, Some(128))?;
     set_windows(fields, &mut config, window, |layer| layer.is_multiple_of(2))?;
-    let alpha = positive(fields, "swiglu_alpha", 1.702)?;
-    let limit = positive(fields, "swiglu_limit", 7.)?;
+    let alpha = real_or(fields, "swiglu_alpha", 1.702)?;
+    let limit = real_or(fields, "swiglu_limit", 7.)?;
     let names = ExpertNames::Stacked(Clamp { alpha, limit });
     set_experts(fields, &mut config, Routing::SoftmaxChosen, names)?;
     Ok(config)
@@ -441,10 +449,7 @@ fn smollm3_ropes(fields: &Fields, n_layers: usize) -> Result<Vec<bool>> {
         }
         return Ok(flags.into_iter().map(|flag| flag != 0).collect());
     }
-    let interval = fields.size("no_rope_layer_interval")?.unwrap_or(4);
-    if interval == 0 {
-        return Err(field_error("no_rope_layer_interval", &0, "at least 1".into()));
-    }
+    let interval = period(fields, "no_rope_layer_interval", 4)?;
     Ok((1..=n_layers).map(|number| !number.is_multiple_of(interval)).collect())
 }
 
@@ -484,7 +489,7 @@ fn gemma2(fields: &Fields) -> Result<DecoderConfig> {
     set_gemma(&mut config);
     reject_bias(fields)?;
     config.norms = BlockNorms::Gemma;
-    config.attention_scale = positive(fields, "query_pre_attn_scalar", 256.)?.powf(-0.5);
+    config.attention_scale = real_or(fields, "query_pre_attn_scalar", 256.)?.powf(-0.5);
     config.attention_softcap = softcap(fields, "attn_logit_softcapping", Some(50.))?;
     config.logit_softcap = softcap(fields, "final_logit_softcapping", Some(30.))?;
     let window = window_or(fields, Some(4096))?;
@@ -511,14 +516,14 @@ fn gemma3(fields: &Fields) -> Result<DecoderConfig> {
     reject_bias(fields)?;
     config.norms = BlockNorms::Gemma;
     config.qk_norm = Some(QkNorm::PerHead);
-    config.attention_scale = positive(fields, "query_pre_attn_scalar", 256.)?.powf(-0.5);
+    config.attention_scale = real_or(fields, "query_pre_attn_scalar", 256.)?.powf(-0.5);
     if let Some(cap) = fields.real("attn_logit_softcapping")? {
         // transformers reads the field and does not apply it.
         let expected = "null in this architecture".into();
         return Err(field_error("attn_logit_softcapping", &cap, expected));
     }
     config.logit_softcap = softcap(fields, "final_logit_softcapping", None)?;
-    let pattern = fields.size("sliding_window_pattern")?.unwrap_or(6).max(1);
+    let pattern = period(fields, "sliding_window_pattern", 6)?;
     let window = window_or(fields, Some(4096))?;
     set_windows(fields, &mut config, window, |layer| !(layer + 1).is_multiple_of(pattern))?;
     let local = fields.real("rope_local_base_freq")?.unwrap_or(1e4);
@@ -599,10 +604,10 @@ fn granite(fields: &Fields) -> Result<DecoderConfig> {
     let mlp = fields.flag("mlp_bias")?.unwrap_or(false);
     config.biases = Biases { qkv: attention, output: attention, mlp };
     // Not 1 / sqrt(head size) by default.
-    config.attention_scale = positive(fields, "attention_multiplier", 1.)?;
-    config.embedding_scale = positive(fields, "embedding_multiplier", 1.)?;
-    config.residual_scale = positive(fields, "residual_multiplier", 1.)?;
-    config.logit_scale = 1. / positive(fields, "logits_scaling", 1.)?;
+    config.attention_scale = real_or(fields, "attention_multiplier", 1.)?;
+    config.embedding_scale = real_or(fields, "embedding_multiplier", 1.)?;
+    config.residual_scale = real_or(fields, "residual_multiplier", 1.)?;
+    config.logit_scale = 1. / real_or(fields, "logits_scaling", 1.)?;
     reject_windows(fields, &config)?;
     Ok(config)
 }
@@ -663,6 +668,11 @@ fn exaone4(fields: &Fields) -> Result<DecoderConfig> {
     config.norms = BlockNorms::After;
     config.qk_norm = Some(QkNorm::PerHead);
     let window = window_or(fields, Some(4096))?;
+    let pattern = fields.value("sliding_window_pattern");
+    let is_known = pattern.is_null() || pattern == "LLLG" || pattern == 4;
+    if window.is_some() && !is_known && !fields.is_given("layer_types") {
+        return Err(field_error("sliding_window_pattern", pattern, "LLLG or 4".into()));
+    }
     set_windows(fields, &mut config, window, |layer| !(layer + 1).is_multiple_of(4))?;
     if window.is_some() {
         // Then full layers have no positions.

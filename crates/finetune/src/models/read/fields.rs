@@ -39,6 +39,11 @@ impl Fields {
         Ok(Self(text))
     }
 
+    /// Returns a field of any type; null if it is missing.
+    pub(super) fn value(&self, field: &str) -> &Value {
+        self.0.get(field).unwrap_or(&Value::Null)
+    }
+
     /// Returns true if a field is there and not null.
     pub(super) fn is_given(&self, field: &str) -> bool {
         self.0.get(field).is_some_and(|value| !value.is_null())

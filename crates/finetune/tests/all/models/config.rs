@@ -142,3 +142,37 @@ fn unsupported_settings_are_rejected_by_name() {
         DecoderConfig::from_json(r#"{"architectures": ["LlamaForCausalLM"]}"#).unwrap_err();
     assert!(missing.to_string().contains("num_attention_heads is missing"), "{missing}");
 }
+
+/// Settings that would silently describe another model, or none.
+#[test]
+fn families_reject_their_own_settings() {
+    let window = ("sliding_window", json!(8));
+    let experts = [
+        ("head_dim", json!(4)),
+        ("num_experts", json!(4)),
+        ("num_experts_per_tok", json!(2)),
+        ("moe_intermediate_size", json!(8)),
+    ];
+    let gpt_oss = [
+        ("num_local_experts", json!(4)),
+        ("num_experts_per_tok", json!(5)),
+        ("rope_scaling", json!({"rope_type": "default"})),
+    ];
+    for (family, fields, field, value, expected) in [
+        ("Exaone4", &[window][..], "sliding_window_pattern", json!("LG"), "LLLG or 4"),
+        ("Qwen3Moe", &experts, "decoder_sparse_step", json!(0), "at least 1"),
+        ("Qwen3Moe", &experts, "num_experts_per_tok", json!(5), "1 to 4"),
+        ("GptOss", &gpt_oss, "num_experts_per_tok", json!(5), "1 to 4"),
+        ("SmolLM3", &[], "no_rope_layer_interval", json!(0), "at least 1"),
+        ("Mistral", &[], "sliding_window", json!(0), "at least 1"),
+        ("SeedOss", &[], "residual_dropout", json!(0.1), "0: dropout is not supported"),
+    ] {
+        let architecture = [("architectures", json!([format!("{family}ForCausalLM")]))];
+        let found = rejection(&[&architecture, fields, &[(field, value)]].concat());
+        assert!(found.starts_with(field) && found.contains(expected), "{family}: {found}");
+    }
+    let mut config = DecoderConfig::from_json(&changed(&[])).unwrap();
+    config.layers[1].rope = Some(1);
+    let found = Decoder::from_config(config).unwrap_err().to_string();
+    assert!(found.contains("the rope of a layer is 1, it must be below 1"), "{found}");
+}

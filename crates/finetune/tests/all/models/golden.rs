@@ -8,29 +8,10 @@ use dist_train::Units;
 use finetune::models::{Decoder, DecoderConfig};
 use serde_json::Value;
 
-/// Models of the Llama family.
-pub(crate) const MODELS: [&str; 4] = ["llama", "llama3", "qwen2", "mistral"];
+pub(crate) use self::names::{FAMILIES, MODELS};
 
-/// Models of other families.
-pub(crate) const FAMILIES: [&str; 17] = [
-    "gemma2",
-    "gemma3",
-    "glm4",
-    "gpt_oss",
-    "granite",
-    "llama_bias",
-    "ministral3",
-    "mistral_window",
-    "mixtral",
-    "olmo2",
-    "olmo3",
-    "phi3",
-    "phi3_longrope",
-    "qwen2_yarn",
-    "qwen3",
-    "qwen3_moe",
-    "smollm3",
-];
+#[path = "../../golden/models.rs"]
+mod names;
 
 /// A model with its expected results.
 pub(crate) struct Golden {
